@@ -1,0 +1,1 @@
+"""From files to batches of tokens: dataset.py, chat.py, batches.py."""

@@ -1,0 +1,136 @@
+"""The one interface that differs by framework: tokens in, floats out, never logits.
+
+Shape letters: B batch, T tokens, K kept tokens of a distribution, D features.
+"""
+
+import importlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pippin.data.batches import Batch
+from pippin.recipe import Lora, Train
+
+Tokens: TypeAlias = NDArray[np.int32]
+Weights: TypeAlias = dict[str, NDArray[Any]]
+
+ENGINES = {
+    "torch": "pippin.engines.torch",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TopK:
+    """The likeliest next tokens at every position, (B, T, K), likeliest first."""
+
+    ids_BTK: NDArray[np.int32]
+    logprobs_BTK: NDArray[np.float32]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How `generate` picks tokens. Temperature 0 is greedy; a `stop` token is not yielded."""
+
+    max_tokens: int
+    stop: frozenset[int] = frozenset()
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """One optimizer update: loss in nats, summed over the scored tokens, before the update."""
+
+    loss_sum: float
+    tokens: int
+    grad_norm: float
+
+
+class Scorer(Protocol):
+    """What can be measured: an engine's model, or a deployed file in its runtime."""
+
+    def logprobs(self, tokens_BT: Tokens) -> NDArray[np.float32]:
+        """log p(token t+1 | tokens up to t), shape (B, T-1). Rows are padded on the right."""
+        ...
+
+    def topk(self, tokens_BT: Tokens, k: int, ids_BTK: NDArray[np.int32] | None = None) -> TopK:
+        """The k likeliest next tokens at every position, or the given ids' log-probabilities."""
+        ...
+
+    def generate(self, prompts: Sequence[Tokens], sampling: Sampling) -> Iterator[list[int | None]]:
+        """Each step's token of every prompt; None for a row that has ended."""
+        ...
+
+
+class Trainer(Protocol):
+    """A model being trained; the frozen weights are never touched."""
+
+    def step(self, batches: Sequence[Batch], learning_rate: float) -> StepResult:
+        """One AdamW update over the micro-batches, each token weighing the same.
+
+        Where the loss or the gradient norm is not finite, no update is made; the result tells.
+        """
+        ...
+
+    def loss(self, batch: Batch) -> tuple[float, int]:
+        """Summed loss in nats and count of scored tokens; no gradient, dropout off."""
+        ...
+
+    def weights(self) -> Weights:
+        """The trainable tensors, copied to the host in float32, under checkpoint names.
+
+        A LoRA pair is `<linear>.lora_A.weight` (R, I) and `<linear>.lora_B.weight` (O, R).
+        """
+        ...
+
+    def state(self) -> Weights:
+        """All that `restore` needs to go on bit for bit: weights, moments, step, random states."""
+        ...
+
+    def restore(self, state: Weights) -> None:
+        """Take up a state that `state` returned."""
+        ...
+
+
+class Model(Scorer, Protocol):
+    """A loaded checkpoint."""
+
+    def input_moments(self, batches: Sequence[Batch]) -> dict[str, NDArray[np.float32]]:
+        """X^T X of every linear's inputs over the batches' real tokens, (D, D) float32, by name."""
+        ...
+
+    def trainer(self, train: Train, lora: Lora | None, weights: Weights, seed: int) -> Trainer:
+        """A trainer that takes this model over. `lora` None trains every weight.
+
+        `weights` is the first adapter (empty for full fine-tuning): engines start from equal bytes.
+        """
+        ...
+
+
+class Engine(Protocol):
+    """A framework on one device."""
+
+    def load(self, checkpoint: Path, dtype: str, adapter: Path | None = None) -> Model:
+        """A Hugging Face folder, plain or quantized in our layout, with an optional PEFT folder.
+
+        Raises ModelError for a folder that cannot be loaded, or an adapter of another base.
+        """
+        ...
+
+    def device(self) -> str:
+        """The device in words, e.g. `cpu (2 cores)`."""
+        ...
+
+    def peak_memory(self) -> int:
+        """Bytes: the device allocator's peak, or the process's peak resident set on a CPU."""
+        ...
+
+
+def load_engine(name: str, device: str = "auto") -> Engine:
+    """The engine behind a name of ENGINES; the only place where a framework gets imported."""
+    return cast("Engine", importlib.import_module(ENGINES[name]).make_engine(device))

@@ -1,0 +1,47 @@
+"""Ways to choose the codes of a tensor; every one writes the same layout.
+
+Shape letters: O output features, I input features, G groups.
+"""
+
+import importlib
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+QUANTIZERS = {
+    "rtn": "pippin.quantizers.rtn",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grid:
+    """How one tensor is cut up: value = code * scale + bias, a scale and a bias for each group."""
+
+    bits: int
+    group_size: int
+    symmetric: bool
+    per_channel: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Codes:
+    """One quantized tensor, unpacked: codes (O, I) uint8, scales and biases (O, G) as stored."""
+
+    codes_OI: NDArray[np.uint8]
+    scales_OG: NDArray[Any]
+    biases_OG: NDArray[Any]
+
+
+class Quantizer(Protocol):
+    """One method."""
+
+    def quantize(self, weight_OI: NDArray[Any], grid: Grid, dtype: np.dtype[Any]) -> Codes:
+        """Codes for some rows of a weight, scales and biases rounded to `dtype` before rounding."""
+        ...
+
+
+def load_quantizer(name: str) -> Quantizer:
+    """The method behind a name of QUANTIZERS."""
+    return cast("Quantizer", importlib.import_module(QUANTIZERS[name]).make_quantizer())
