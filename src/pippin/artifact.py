@@ -1,4 +1,4 @@
-"""A stage's folder: written whole or not at all, with a manifest that says what it was made from."""
+"""A stage's folder: written whole or not at all, with a manifest of what it was made from."""
 
 import contextlib
 import errno
@@ -19,7 +19,7 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origin:
-    """What a stage is made from: digests of its inputs, its slice of the recipe, library versions."""
+    """What a stage is made from: digests of its inputs, its slice of the recipe, versions."""
 
     stage: str
     inputs: dict[str, str]
@@ -40,6 +40,7 @@ def differences(folder: Path, origin: Origin) -> list[str] | None:
 
     Versions may differ: a finished stage stays finished after an upgrade.
     """
+    recover(folder)
     manifest = read_manifest(folder)
     if manifest is None:
         return None
@@ -99,6 +100,13 @@ def commit(partial: Path, folder: Path) -> None:
     discard(old)
 
 
+def recover(folder: Path) -> None:
+    """Undo a replacement that was cut off between its two renames."""
+    old = folder.with_name(f".{folder.name}.old")
+    if old.exists() and not folder.exists():
+        old.rename(folder)
+
+
 def discard(folder: Path) -> None:
     """Remove one of our own temporary folders."""
     shutil.rmtree(folder, ignore_errors=True)
@@ -133,7 +141,7 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 
 def digest(path: Path) -> str:
-    """sha256 of a file; of a stage's folder, of its manifest; of another folder, of all its files."""
+    """sha256 of a file, of a stage's manifest, or of all the files of another folder."""
     if path.is_file():
         return _sha256(path)
     manifest = path / MANIFEST

@@ -52,6 +52,7 @@ class Data:
     valid: str | None = key(None, "validation file, where `source` is one file")
     test: str | None = key(None, "held-out file, where `source` is one file")
     format: DataFormat = key("auto", "how rows are read; auto looks at their keys")
+    chat_template: bool = key(True, "wrap prompt/completion rows in the model's chat template")
     max_rows: int | None = key(None, "use only the first rows of the training split")
     max_seq_len: int = key(1024, "longest sample in tokens")
     too_long: TooLong = key(

@@ -1,0 +1,143 @@
+"""The decoder's parts, in the forms XNNPACK takes: exact codes, no mean, no slice, no symbolic reshape.
+
+Shape letters: B batch (1), T tokens, D inputs, O outputs, H heads, C head channels, V vocab, G groups.
+"""
+
+import torch
+import torchao.quantization.quant_primitives  # noqa: F401  defines torch.ops.torchao
+from torch import Tensor, nn
+
+# The embedding operators live in this private module; executorch.kernels.quantized has their kernels.
+import executorch.exir.passes._quant_patterns_and_replacements  # noqa: F401  isort: skip
+
+INT8_RANGE = (-128, 127)
+
+
+def fake_quantize(x_BTD: Tensor) -> Tensor:
+    """Round every token's activations to int8 with its own scale and zero point, as XNNPACK does.
+
+    Linears that read one tensor share the result, so that it is quantized once.
+    """
+    block = [1] * (x_BTD.dim() - 1) + [x_BTD.shape[-1]]
+    ops = torch.ops.torchao
+    scale, zero = ops.choose_qparams_affine(
+        x_BTD, "ASYMMETRIC", block, torch.int8, *INT8_RANGE, None, torch.float32, torch.int8
+    )
+    codes = ops.quantize_affine(x_BTD, block, scale, zero, torch.int8, *INT8_RANGE)
+    return ops.dequantize_affine(
+        codes, block, scale, zero, torch.int8, *INT8_RANGE, output_dtype=torch.float32
+    )
+
+
+class QuantizedLinear(nn.Module):
+    """A linear over int4 codes in groups or int8 codes per channel; its input is fake-quantized."""
+
+    quantized = True
+
+    def __init__(self, codes_OD: Tensor, scales_OG: Tensor, bits: int, bias_O: Tensor | None):
+        super().__init__()
+        self.group_size = codes_OD.shape[1] // scales_OG.shape[1]
+        self.range = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+        self.register_buffer("codes", codes_OD)
+        self.register_buffer("scales", scales_OG)
+        self.register_buffer("zeros", torch.zeros_like(scales_OG, dtype=torch.int8))
+        self.register_buffer("bias", bias_O)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """(.., D) to (.., O), float32."""
+        weight_OD = torch.ops.torchao.dequantize_affine(
+            self.codes,
+            [1, self.group_size],
+            self.scales,
+            self.zeros,
+            torch.int8,
+            *self.range,
+            output_dtype=torch.float32,
+        )
+        return nn.functional.linear(x_BTD, weight_OD, self.bias)
+
+
+class PlainLinear(nn.Module):
+    """A linear that was left unquantized: float32 in XNNPACK."""
+
+    quantized = False
+
+    def __init__(self, weight_OD: Tensor, bias_O: Tensor | None):
+        super().__init__()
+        self.register_buffer("weight", weight_OD)
+        self.register_buffer("bias", bias_O)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """(.., D) to (.., O), float32."""
+        return nn.functional.linear(x_BTD, self.weight, self.bias)
+
+
+class QuantizedEmbedding(nn.Module):
+    """A table of int8 or packed int4 codes, looked up and scaled by ExecuTorch's own operator."""
+
+    def __init__(self, codes_VD: Tensor, scales_VG: Tensor, bits: int):
+        super().__init__()
+        self.bits = bits
+        self.register_buffer("codes", pack_nibbles(codes_VD) if bits == 4 else codes_VD)
+        self.register_buffer("scales", scales_VG)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """(B, T) int64 to (B, T, D) float32."""
+        ops = torch.ops.quantized_decomposed
+        if self.bits == 4:
+            return ops.embedding_4bit(self.codes, self.scales, None, -8, 7, tokens_BT)
+        return ops.embedding_byte(self.codes, self.scales, None, *INT8_RANGE, tokens_BT)
+
+
+class PlainEmbedding(nn.Module):
+    """A table that was left unquantized."""
+
+    def __init__(self, weight_VD: Tensor):
+        super().__init__()
+        self.register_buffer("weight", weight_VD)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """(B, T) int64 to (B, T, D) float32."""
+        return nn.functional.embedding(tokens_BT, self.weight)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight; XNNPACK has no mean over the last axis, so a linear of 1/D takes it."""
+
+    def __init__(self, weight_D: Tensor, eps: float):
+        super().__init__()
+        size = weight_D.shape[0]
+        self.eps = eps
+        self.register_buffer("weight", weight_D)
+        self.register_buffer("averaging", torch.full((1, size), 1.0 / size))
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """(.., D) to (.., D)."""
+        mean_BT1 = nn.functional.linear(x_BTD * x_BTD, self.averaging)
+        return x_BTD * torch.rsqrt(mean_BT1 + self.eps) * self.weight
+
+
+class Rotation(nn.Module):
+    """Rotary position embedding; rotate-half is a signed permutation, exact as a fp32 linear.
+
+    A slice of a tensor whose length is dynamic would leave XNNPACK twice for every head.
+    """
+
+    def __init__(self, head_dim: int):
+        super().__init__()
+        half = head_dim // 2
+        rotate_half_CC = torch.zeros(head_dim, head_dim)
+        rotate_half_CC[:half, half:] = -torch.eye(half)
+        rotate_half_CC[half:, :half] = torch.eye(half)
+        self.register_buffer("rotate_half", rotate_half_CC)
+
+    def forward(self, x_BTHC: Tensor, cos_BT1C: Tensor, sin_BT1C: Tensor) -> Tensor:
+        """(B, T, H, C) to (B, T, H, C)."""
+        rotated_BTHC = nn.functional.linear(x_BTHC, self.rotate_half)
+        return x_BTHC * cos_BT1C + rotated_BTHC * sin_BT1C
+
+
+def pack_nibbles(codes_VD: Tensor) -> Tensor:
+    """Codes in [-8, 7] as ExecuTorch packs them: two to a byte, offset by 8, the even one high."""
+    shifted = (codes_VD + 8).to(torch.uint8)
+    return shifted[:, ::2] << 4 | shifted[:, 1::2]
