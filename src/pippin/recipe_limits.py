@@ -1,0 +1,118 @@
+"""What the numbers of a recipe must satisfy: one range a key, and the few rules between keys."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pippin.recipe import Recipe
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Range:
+    """An interval; a bound that is None is open to infinity."""
+
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+
+    def holds(self, value: float) -> bool:
+        """Whether the value lies inside; NaN never does."""
+        return (
+            (self.at_least is None or value >= self.at_least)
+            and (self.above is None or value > self.above)
+            and (self.at_most is None or value <= self.at_most)
+            and (self.below is None or value < self.below)
+            and value == value
+        )
+
+    def __str__(self) -> str:
+        """The interval in words, e.g. `at least 0 and below 1`."""
+        bounds = (
+            ("at least", self.at_least),
+            ("above", self.above),
+            ("at most", self.at_most),
+            ("below", self.below),
+        )
+        return " and ".join(f"{word} {bound:g}" for word, bound in bounds if bound is not None)
+
+
+COUNT = Range(at_least=1)
+NATURAL = Range(at_least=0)
+POSITIVE = Range(above=0)
+SHARE = Range(at_least=0, at_most=1)
+BETA = Range(at_least=0, below=1)
+
+LIMITS = {
+    "data.max_rows": COUNT,
+    "data.max_seq_len": Range(at_least=2),
+    "deploy.context": Range(at_least=2),
+    "evaluate.batch_rows": COUNT,
+    "evaluate.generate_rows": NATURAL,
+    "evaluate.max_tokens": COUNT,
+    "evaluate.prompt_tokens": COUNT,
+    "evaluate.rows": COUNT,
+    "evaluate.topk": COUNT,
+    "gates.*.max_kl": NATURAL,
+    "gates.*.min_exact_match": SHARE,
+    "gates.*.min_gain_kept": Range(),
+    "gates.*.min_top1": SHARE,
+    "lora.alpha": POSITIVE,
+    "lora.dropout": BETA,
+    "lora.rank": COUNT,
+    "seed": Range(at_least=0, below=2**32),
+    "train.accumulate": COUNT,
+    "train.batch_rows": COUNT,
+    "train.beta1": BETA,
+    "train.beta2": BETA,
+    "train.checkpoint_every": NATURAL,
+    "train.epochs": POSITIVE,
+    "train.eps": POSITIVE,
+    "train.keep_checkpoints": COUNT,
+    "train.learning_rate": POSITIVE,
+    "train.max_grad_norm": NATURAL,
+    "train.min_learning_rate": NATURAL,
+    "train.patience": NATURAL,
+    "train.row_tokens": Range(at_least=2),
+    "train.spike": NATURAL,
+    "train.steps": COUNT,
+    "train.valid_every": NATURAL,
+    "train.valid_rows": COUNT,
+    "train.warmup_steps": NATURAL,
+    "train.weight_decay": NATURAL,
+}
+
+
+def limit(path: tuple[str, ...]) -> Range | None:
+    """The range of a number's key; None where every number of its type will do."""
+    if path[0] == "gates":
+        path = ("gates", "*", *path[2:])
+    return LIMITS.get(".".join(path))
+
+
+def contradictions(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str, str]]:
+    """Keys that cannot both be meant, as (key, what is wrong, the way out)."""
+    train, lora = recipe.train, recipe.lora
+    if train.min_learning_rate > train.learning_rate:
+        yield (
+            ("train", "min_learning_rate"),
+            f"{train.min_learning_rate:g} is above learning_rate {train.learning_rate:g}",
+            "the decay ends below its peak",
+        )
+    if train.steps is not None and train.warmup_steps > train.steps:
+        yield (
+            ("train", "warmup_steps"),
+            f"{train.warmup_steps} updates of warm-up in a run of {train.steps}",
+            "lower warmup_steps, or raise steps",
+        )
+    if train.method == "lora" and not lora.targets:
+        yield (
+            ("lora", "targets"),
+            "no linear is adapted",
+            'name some, e.g. ["q_proj", "v_proj"], or use ["all-linear"]',
+        )
+    if train.patience and not train.valid_every:
+        yield (
+            ("train", "patience"),
+            "counts validations, and valid_every is 0",
+            "set train.valid_every",
+        )
