@@ -1,17 +1,14 @@
 """A stage's folder: written whole or not at all, with a manifest of what it was made from."""
 
 import contextlib
-import errno
 import hashlib
 import json
-import os
-import shutil
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pippin import __version__
+from pippin import __version__, disk
 from pippin.errors import PippinError
 
 MANIFEST = "manifest.json"
@@ -28,136 +25,108 @@ class Origin:
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a finished stage, or None where there is none or it cannot be read."""
+    """The manifest of a finished stage; None where there is none, or it is not one of ours."""
     try:
-        return json.loads((folder / MANIFEST).read_text())
+        manifest = json.loads((folder / MANIFEST).read_text())
     except (OSError, ValueError):
         return None
+    ours = isinstance(manifest, dict) and {"pippin", "stage", "files"} <= manifest.keys()
+    return manifest if ours else None
 
 
 def differences(folder: Path, origin: Origin) -> list[str] | None:
     """Why the folder does not stand for `origin`; [] when it does, None when nothing is there.
 
-    Versions may differ: a finished stage stays finished after an upgrade.
+    A changed input reads `input NAME`. Versions may differ: a finished stage stays finished after
+    an upgrade. A file that is missing or has another size counts; contents are not read again.
     """
-    recover(folder)
+    disk.recover(folder)
     manifest = read_manifest(folder)
     if manifest is None:
         return None
-    changed = [f"input {k}" for k in _changed(manifest.get("inputs", {}), origin.inputs)]
-    old, new = manifest.get("settings", {}), _plain(origin.settings)
-    for name in _changed(old, new):
-        changed.append(f"{name} {old.get(name)!r} -> {new.get(name)!r}")
-    return changed
+    return origin_differences(manifest, origin) + _damage(folder, manifest["files"])
+
+
+def origin_differences(made: dict[str, Any], origin: Origin) -> list[str]:
+    """What differs between the origin in a manifest (or a checkpoint's record) and `origin`."""
+    old, new = _flat(made.get("settings", {})), _flat(_plain(origin.settings))
+    stage = [] if made.get("stage") == origin.stage else [f"stage {made.get('stage')}"]
+    inputs = [f"input {name}" for name in _changed(made.get("inputs", {}), origin.inputs)]
+    settings = [f"{name} {old.get(name)!r} -> {new.get(name)!r}" for name in _changed(old, new)]
+    return stage + inputs + settings
 
 
 @contextlib.contextmanager
-def writing(folder: Path, origin: Origin, scores: dict[str, Any]) -> Iterator[Path]:
+def writing(folder: Path, origin: Origin, scores: dict[str, Any]) -> Generator[Path]:
     """A temporary folder that becomes `folder` when the block ends well, and vanishes otherwise.
 
     `scores` may be filled inside the block; it goes into the manifest. Raises PippinError where
     `folder` exists and was not made by pippin, or the disk is full or closed to us.
     """
     refuse_foreign(folder)
-    partial = folder.with_name(f".{folder.name}.partial")
-    with disk_errors(folder):
-        discard(partial)
-        partial.mkdir(parents=True)
-        try:
-            yield partial
-            write_manifest(partial, origin, scores)
-            commit(partial, folder)
-        except BaseException:
-            discard(partial)
-            raise
+    with disk.whole(folder) as partial:
+        yield partial
+        write_manifest(partial, origin, scores)
 
 
 def write_manifest(folder: Path, origin: Origin, scores: dict[str, Any]) -> None:
     """Describe every file of the folder in its manifest."""
-    manifest = {
-        "pippin": __version__,
+    files = {
+        name: {"bytes": (folder / name).stat().st_size, "sha256": sha256}
+        for name, sha256 in file_digests(folder).items()
+    }
+    manifest = {"pippin": __version__, **record(origin), "scores": scores, "files": files}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+
+
+def record(origin: Origin) -> dict[str, Any]:
+    """The origin as JSON holds it; `origin_differences` compares with it."""
+    return {
         "stage": origin.stage,
         "inputs": origin.inputs,
         "settings": _plain(origin.settings),
         "versions": origin.versions,
-        "scores": scores,
-        "files": file_digests(folder),
     }
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-
-
-def commit(partial: Path, folder: Path) -> None:
-    """Put a complete temporary folder in its place: bytes to the disk first, then one rename."""
-    for path in sorted(partial.rglob("*")):
-        _sync(path)
-    _sync(partial)
-    old = folder.with_name(f".{folder.name}.old")
-    discard(old)
-    if folder.exists():
-        folder.rename(old)
-    partial.rename(folder)
-    _sync(folder.parent)
-    discard(old)
-
-
-def recover(folder: Path) -> None:
-    """Undo a replacement that was cut off between its two renames."""
-    old = folder.with_name(f".{folder.name}.old")
-    if old.exists() and not folder.exists():
-        old.rename(folder)
-
-
-def discard(folder: Path) -> None:
-    """Remove one of our own temporary folders."""
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def refuse_foreign(folder: Path) -> None:
     """Raise where `folder` holds something that pippin did not make."""
-    if folder.exists() and read_manifest(folder) is None and any(folder.iterdir()):
+    disk.recover(folder)
+    manifest = read_manifest(folder)
+    made = manifest["files"] if manifest else {}
+    foreign = [name for name in _visible(folder) if name not in made]
+    if foreign and manifest:
+        raise PippinError(
+            f"{folder} holds {foreign[0]}, which pippin did not make",
+            "move that file away: the folder is about to be replaced",
+        )
+    if foreign or (folder.exists() and not folder.is_dir()):
         raise PippinError(
             f"{folder} exists and was not made by pippin",
-            "choose another `out`, or move that folder away",
+            "choose another `out`, or move it away",
         )
 
 
-@contextlib.contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
-    """Turn what a disk can refuse into an error for people."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise PippinError(
-                f"the disk of {path} is full",
-                "free some space, or choose another `out`; nothing finished was lost",
-            ) from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise PippinError(
-                f"no permission to write {error.filename or path}",
-                "choose an `out` folder that you may write to",
-            ) from error
-        raise
-
-
 def digest(path: Path) -> str:
-    """sha256 of a file, of a stage's manifest, or of all the files of another folder."""
+    """sha256 of a file, or over the names and contents of all files of a folder.
+
+    A finished stage's contents are taken from its manifest.
+    """
     if path.is_file():
         return _sha256(path)
-    manifest = path / MANIFEST
-    if manifest.exists():
-        return _sha256(manifest)
-    listing = json.dumps(file_digests(path), sort_keys=True)
-    return hashlib.sha256(listing.encode()).hexdigest()
+    if not path.is_dir():
+        raise PippinError(f"{path} does not exist", "check the path, or make it first")
+    manifest = read_manifest(path)
+    if manifest is None:
+        digests = file_digests(path)
+    else:
+        digests = {name: made["sha256"] for name, made in manifest["files"].items()}
+    return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
 
 
 def file_digests(folder: Path) -> dict[str, str]:
     """sha256 by relative path, hidden files and the manifest itself left out."""
-    files = (p for p in sorted(folder.rglob("*")) if p.is_file() and p.name != MANIFEST)
-    visible = (
-        p for p in files if not any(part.startswith(".") for part in p.relative_to(folder).parts)
-    )
-    return {str(p.relative_to(folder)): _sha256(p) for p in visible}
+    return {name: _sha256(folder / name) for name in _visible(folder)}
 
 
 def size(folder: Path) -> int:
@@ -165,21 +134,40 @@ def size(folder: Path) -> int:
     return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
 
 
+def _visible(folder: Path) -> list[str]:
+    files = [p.relative_to(folder) for p in sorted(folder.rglob("*")) if p.is_file()]
+    shown = (p for p in files if not any(part.startswith(".") for part in p.parts))
+    return [p.as_posix() for p in shown if p != Path(MANIFEST)]
+
+
+def _damage(folder: Path, files: dict[str, Any]) -> list[str]:
+    found = {name: (folder / name).stat().st_size for name in _visible(folder)}
+    missing = [f"file {name} is missing" for name in files if name not in found]
+    resized = [
+        f"file {name} has {found[name]} bytes, was written with {made['bytes']}"
+        for name, made in files.items()
+        if name in found and found[name] != made["bytes"]
+    ]
+    return missing + resized
+
+
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def _changed(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     return sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k))
+
+
+def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
 
 
 def _plain(settings: dict[str, Any]) -> dict[str, Any]:
