@@ -1,0 +1,59 @@
+"""Numbers as people read them: bytes, durations, losses, shares."""
+
+import math
+
+
+def bytes_text(count: float) -> str:
+    """1,234,567,890 as `1.15 GiB`; three digits carry the eye."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(count) < 1000 or unit == "TiB":
+            break
+        count /= 1024
+    return f"{_three(count)} {unit}" if unit != "B" else f"{count:.0f} B"
+
+
+def duration_text(seconds: float) -> str:
+    """93 as `1m 33s`; under ten seconds with one decimal."""
+    if not math.isfinite(seconds):
+        return "?"
+    if seconds < 10:
+        return f"{seconds:.1f}s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m {whole % 60:02d}s"
+    return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
+
+
+def count_text(count: float) -> str:
+    """134,515,008 as `134.5M`."""
+    for unit in ("", "K", "M", "G", "T"):
+        if abs(count) < 1000 or unit == "T":
+            break
+        count /= 1000
+    return f"{count:.0f}" if not unit else f"{count:.1f}{unit}"
+
+
+def share_text(share: float) -> str:
+    """0.9731 as `97.3%`."""
+    return f"{100 * share:.1f}%"
+
+
+def figure_text(name: str, value: float) -> str:
+    """A named figure of an event: `loss 1.234`, `1.2 GiB`, `93 tok/s`."""
+    if "bytes" in name or "memory" in name:
+        return bytes_text(value)
+    if "tokens_per_second" in name:
+        return f"{count_text(value)} tok/s"
+    if name.endswith("seconds"):
+        return duration_text(value)
+    if name in ("top1", "exact_match", "gain_kept"):
+        return share_text(value)
+    if float(value).is_integer() and abs(value) >= 1:
+        return f"{value:,.0f}"
+    return f"{value:.4f}" if 1e-3 <= abs(value) < 1e4 else f"{value:.2e}"
+
+
+def _three(value: float) -> str:
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"

@@ -1,0 +1,184 @@
+"""What this machine offers: chip, memory, engines, dtypes; no framework is imported to find out."""
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from pippin.engines import ENGINES
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Accelerator:
+    """A device besides the CPU, `cuda` or `mps`. Memory in bytes; mps shares the host's."""
+
+    kind: str
+    name: str
+    memory_total: int
+    memory_available: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """One machine. Memory in bytes, limits of its container respected; `gflops` is measured.
+
+    `gflops` is the rate of a float32 matrix product on all cores. `engines` are the installed ones.
+    """
+
+    chip: str
+    system: str
+    cores: int
+    memory_total: int
+    memory_available: int
+    shared_memory: bool
+    native_bfloat16: bool
+    gflops: float
+    engines: tuple[str, ...]
+    accelerator: Accelerator | None = None
+
+    def device(self, wanted: str) -> str:
+        """`auto` as the best device that is here: cuda, then mps, then cpu."""
+        if wanted != "auto":
+            return wanted
+        return self.accelerator.kind if self.accelerator else "cpu"
+
+
+def find_machine() -> Machine:
+    """Look at the machine; takes a few hundredths of a second."""
+    total, available = memory()
+    chip = chip_name()
+    return Machine(
+        chip=chip,
+        system=f"{platform.system()} {platform.machine()}",
+        cores=cores(),
+        memory_total=total,
+        memory_available=available,
+        shared_memory=_apple_silicon(),
+        native_bfloat16=native_bfloat16(),
+        gflops=measure_gflops(),
+        engines=tuple(name for name in ENGINES if _installed(name)),
+        accelerator=_mps(chip, total, available) or _cuda(),
+    )
+
+
+def chip_name() -> str:
+    """The processor's own name."""
+    if platform.system() == "Darwin":
+        return _output("sysctl", "-n", "machdep.cpu.brand_string") or "Apple"
+    match = re.search(r"^model name\s*:\s*(.+)$", _text("/proc/cpuinfo"), re.MULTILINE)
+    return match[1].strip() if match else platform.processor() or platform.machine()
+
+
+def cores() -> int:
+    """Cores this process may use: its affinity, and the container's quota."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    quota, _, period = _text("/sys/fs/cgroup/cpu.max").partition(" ")
+    if quota.isdigit() and period.strip().isdigit():
+        allowed = min(allowed or 1, max(1, int(quota) // int(period)))
+    return allowed or 1
+
+
+def memory() -> tuple[int, int]:
+    """(total, available) bytes, the smaller of the machine's and the container's."""
+    host = psutil.virtual_memory()
+    limit, used = _container("memory.max", "memory.current")
+    if limit is None:
+        limit, used = _container("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")
+    if limit is None or limit >= host.total:
+        return host.total, host.available
+    return limit, max(0, min(host.available, limit - (used or 0) + _reclaimable()))
+
+
+def native_bfloat16() -> bool:
+    """Whether the CPU multiplies bfloat16 itself; elsewhere it is slower than float32."""
+    if platform.system() == "Darwin":
+        return _output("sysctl", "-n", "hw.optional.arm.FEAT_BF16") == "1"
+    match = re.search(r"^(?:flags|Features)\s*:(.+)$", _text("/proc/cpuinfo"), re.MULTILINE)
+    flags = set(match[1].split()) if match else set()
+    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
+
+
+def measure_gflops(size: int = 768) -> float:
+    """float32 matrix products on all cores, 1e9 operations a second, the best of three."""
+    a = np.full((size, size), 0.5, np.float32)
+    seconds = min(_timed(a) for _ in range(3))
+    return 2 * size**3 / seconds / 1e9
+
+
+def _timed(a: np.ndarray) -> float:
+    start = time.perf_counter()
+    a @ a
+    return max(time.perf_counter() - start, 1e-9)
+
+
+def _installed(engine: str) -> bool:
+    return importlib.util.find_spec(engine) is not None
+
+
+def _apple_silicon() -> bool:
+    return platform.system() == "Darwin" and platform.machine() == "arm64"
+
+
+def _mps(chip: str, total: int, available: int) -> Accelerator | None:
+    if not _apple_silicon():
+        return None
+    return Accelerator(kind="mps", name=chip, memory_total=total, memory_available=available)
+
+
+def _cuda() -> Accelerator | None:
+    """The first visible NVIDIA device, where the installed torch can use it."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
+    if visible in ("", "-1") or not shutil.which("nvidia-smi") or _cpu_build("torch"):
+        return None
+    query = ("--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits")
+    name, *figures = _output("nvidia-smi", f"--id={visible}", *query).partition("\n")[0].split(", ")
+    if len(figures) != 2 or not all(f.strip().isdigit() for f in figures):
+        return None
+    total, free = (int(f) * 2**20 for f in figures)
+    return Accelerator(kind="cuda", name=name, memory_total=total, memory_available=free)
+
+
+def _cpu_build(package: str) -> bool:
+    try:
+        return importlib.metadata.version(package).endswith("+cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
+def _container(limit: str, used: str) -> tuple[int | None, int | None]:
+    root = Path("/sys/fs/cgroup")
+    figures = (_text(str(root / name)).strip() for name in (limit, used))
+    bytes_limit, bytes_used = (int(f) if f.isdigit() else None for f in figures)
+    return bytes_limit, bytes_used
+
+
+def _reclaimable() -> int:
+    """File cache counted as used by the container, which the kernel gives back on demand."""
+    match = re.search(r"^inactive_file (\d+)$", _text("/sys/fs/cgroup/memory.stat"), re.MULTILINE)
+    return int(match[1]) if match else 0
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+def _output(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

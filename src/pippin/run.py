@@ -1,0 +1,173 @@
+"""Walks a plan: skips what is done, refuses what was made otherwise, yields all events."""
+
+import importlib
+import importlib.metadata
+import platform
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pippin import __version__, artifact
+from pippin.artifact import Origin
+from pippin.errors import GateError, PippinError
+from pippin.events import Event, Finished, Notice
+from pippin.job import Job
+from pippin.lock import locked
+from pippin.plan import Plan
+from pippin.steps import Step
+
+PACKAGES = ("numpy", "torch", "transformers", "executorch", "torchao")
+
+
+def run(plan: Plan, only: str | None = None, redo: Collection[str] = ()) -> Iterator[Event]:
+    """Do every step that is not done; with `only`, the steps of that stage alone.
+
+    `redo` names stages that are made again although they are there. Raises PippinError for a step
+    made from other settings, for an earlier one that is missing, for what the plan refuses, and
+    GateError after the report is written.
+    """
+    with locked(plan.folder):
+        walk = _Walk(plan=plan, redo=frozenset(redo))
+        try:
+            yield from walk.only(only) if only else walk.all()
+        except GateError:
+            walk.report()
+            raise
+        walk.report()
+
+
+@dataclass
+class _Walk:
+    plan: Plan
+    redo: frozenset[str]
+    digests: dict[Path, str] = field(default_factory=dict)
+
+    def all(self) -> Iterator[Event]:
+        for step in self.plan.steps:
+            yield from self.step(step)
+
+    def only(self, stage: str) -> Iterator[Event]:
+        """The steps of one stage, after checking that what they read is there and up to date."""
+        steps = [step for step in self.plan.steps if step.stage == stage]
+        if not steps:
+            raise PippinError(f"this recipe has no {stage} stage", "look at `pippin plan`")
+        for step in steps:
+            yield from self.fetch()
+            missing = self.missing(step)
+            if missing and stage == "evaluate" and step is not steps[0]:
+                yield Notice(stage=stage, text=f"{step.subject} left out: no {missing.name} yet")
+            elif missing:
+                raise self.not_there(step, missing)
+            else:
+                yield from self.step(step)
+
+    def fetch(self) -> Iterator[Event]:
+        """The model is no verb of its own: every verb fetches it where it is not there yet."""
+        for step in self.plan.steps:
+            if step.stage == "fetch" and self.state(step) != []:
+                yield from self.step(step)
+
+    def missing(self, step: Step) -> Step | None:
+        """The first step this one needs that is not on disk."""
+        needed = set(step.inputs.values())
+        made = (s for s in self.plan.steps if s.folder in needed)
+        return next((s for s in made if artifact.read_manifest(s.folder) is None), None)
+
+    def not_there(self, step: Step, missing: Step) -> PippinError:
+        return PippinError(
+            f"{step.name} needs {missing.folder}, which is not there",
+            f"`pippin {missing.stage} RECIPE` first, or `pippin run RECIPE` for all of it",
+        )
+
+    def step(self, step: Step) -> Iterator[Event]:
+        """One step: skipped, refused, or made."""
+        changed = self.state(step)
+        if changed == [] and not self.again(step):
+            yield self.skipped(step)
+            return
+        if changed and not self.again(step):
+            self.refuse_other_settings(step, changed)
+            yield Notice(stage=step.stage, text=f"{step.name} is made again: {'; '.join(changed)}")
+        yield from self.make(step)
+
+    def again(self, step: Step) -> bool:
+        return step.stage in self.redo or "all" in self.redo
+
+    def state(self, step: Step) -> list[str] | None:
+        return artifact.differences(step.folder, self.origin(step))
+
+    def skipped(self, step: Step) -> Finished:
+        manifest = artifact.read_manifest(step.folder)
+        assert manifest is not None
+        return Finished(
+            stage=step.stage, folder=str(step.folder), summary=manifest["scores"], skipped=True
+        )
+
+    def refuse_other_settings(self, step: Step, changed: list[str]) -> None:
+        """Only new parents, or damage to its own files, let a step be made again unasked."""
+        parents = {f"input {role}" for role, folder in step.inputs.items() if self.ours(folder)}
+        other = [c for c in changed if c not in parents and not c.startswith("file ")]
+        if other:
+            raise PippinError(
+                f"{step.folder} was made from other settings: {'; '.join(other)}",
+                f"add `--redo {step.stage}` to make it again, or give the recipe another `out`",
+            )
+
+    def ours(self, folder: Path) -> bool:
+        return any(step.folder == folder for step in self.plan.steps)
+
+    def make(self, step: Step) -> Iterator[Event]:
+        self.forget(step)
+        job = Job(
+            stage=step.stage,
+            recipe=self.plan.recipe,
+            inputs=step.inputs,
+            folder=step.folder,
+            origin=self.origin(step),
+            subject=step.subject,
+        )
+        yield from stage_function(step.stage)(job)
+        self.digests.pop(step.folder, None)
+
+    def forget(self, step: Step) -> None:
+        """Redoing a stage starts from nothing: what an unfinished attempt left goes too."""
+
+    def origin(self, step: Step) -> Origin:
+        inputs = {role: self.digest(folder) for role, folder in step.inputs.items()}
+        if step.reads_data:
+            inputs["data"] = self.data_digest()
+        return Origin(stage=step.stage, inputs=inputs, settings=step.settings, versions=versions())
+
+    def digest(self, folder: Path) -> str:
+        """A parent's digest; every folder is read once in a run."""
+        if folder not in self.digests:
+            self.digests[folder] = artifact.digest(folder) if folder.exists() else "not there"
+        return self.digests[folder]
+
+    def data_digest(self) -> str:
+        from pippin.data.dataset import data_digest
+
+        key = Path("data")
+        if key not in self.digests:
+            self.digests[key] = data_digest(self.plan.recipe.data, self.plan.recipe.folder)
+        return self.digests[key]
+
+    def report(self) -> None:
+        """Write report.html once there is something to report."""
+
+
+def stage_function(stage: str) -> Any:
+    """`pippin.stages.<stage>.<stage>`, imported when it is its turn."""
+    return getattr(importlib.import_module(f"pippin.stages.{stage}"), stage)
+
+
+def versions() -> dict[str, str]:
+    """Versions of what computes; a package that is not installed is left out."""
+    found = {"pippin": __version__, "python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

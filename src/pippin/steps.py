@@ -1,0 +1,167 @@
+"""The steps of a recipe in order: their folders, and what each is made from."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from pippin.recipe import Recipe
+
+# Keys that never change what a stage makes: how often work is saved, how memory is spared, when to
+# give up. Changing them must not throw a finished training away. Gates are in no slice at all: they
+# judge a measurement and do not alter it, so a changed gate is checked again without measuring.
+HARMLESS = {
+    "data.source",  # where the files lie: their digest is an input of every stage that reads them
+    "data.test",
+    "data.valid",
+    "model.device",
+    "model.revision",
+    "model.source",  # the same: the digest of its files counts
+    "model.trust_remote_code",
+    "train.checkpoint_every",
+    "train.gradient_checkpointing",
+    "train.keep_checkpoints",
+    "train.spike",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """One stage of the run.
+
+    `inputs` by role are folders (see Job); `settings` is the slice of the recipe that the stage
+    depends on, flat: changing anything else leaves the stage finished.
+    """
+
+    name: str
+    stage: str
+    title: str
+    folder: Path
+    inputs: dict[str, Path]
+    settings: dict[str, Any]
+    subject: str = ""
+    reads_data: bool = False
+
+
+def make_steps(recipe: Recipe) -> tuple[Step, ...]:
+    """Everything a run of the recipe does, in order; reads nothing from disk but folder names."""
+    run, model = run_folder(recipe), model_folder(recipe)
+    fetch = () if local_model(recipe) else (_fetch(recipe, model),)
+    return (*fetch, *_steps(recipe, run, model))
+
+
+def run_folder(recipe: Recipe) -> Path:
+    """Where the run's stages live; relative to the current folder."""
+    return Path(recipe.out).expanduser() if recipe.out else Path("runs") / recipe.name
+
+
+def local_model(recipe: Recipe) -> Path | None:
+    """The source where it is a folder: it is used in place, nothing is fetched."""
+    path = recipe.folder / Path(recipe.model.source).expanduser()
+    return path if path.is_dir() else None
+
+
+def model_folder(recipe: Recipe) -> Path:
+    """The model in Hugging Face's format: the local folder, or where it is fetched to."""
+    return local_model(recipe) or run_folder(recipe) / "model"
+
+
+def settings(recipe: Recipe, *tables: str) -> dict[str, Any]:
+    """`table.key` -> value for all keys of some tables that change what a stage makes."""
+    named = {table: getattr(recipe, table) for table in tables}
+    keys = ((t, f.name) for t, values in named.items() for f in fields(values))
+    return {f"{t}.{k}": getattr(named[t], k) for t, k in keys if f"{t}.{k}" not in HARMLESS}
+
+
+def _fetch(recipe: Recipe, model: Path) -> Step:
+    keys = ("source", "revision", "trust_remote_code")
+    slice_ = {f"model.{key}": getattr(recipe.model, key) for key in keys}
+    return Step(
+        name="model",
+        stage="fetch",
+        title=f"fetch {recipe.model.source}",
+        folder=model,
+        inputs={},
+        settings=slice_,
+    )
+
+
+def _steps(recipe: Recipe, run: Path, model: Path) -> Iterator[Step]:
+    """Every step after the model is there; each evaluation stands right after what it measures."""
+    tuned = {"model": model, "adapter": run / "train"}
+    merged = run / "merge"
+    yield _evaluate(recipe, run, "base", {"model": model})
+    yield _train(recipe, run, model)
+    if recipe.train.method == "full":
+        tuned, merged = {"model": run / "train"}, run / "train"
+    yield _evaluate(recipe, run, "adapter", {**tuned, "parent": run / "evaluate-base"})
+    if recipe.train.method == "lora":
+        yield _step("merge", "merge the adapter into the model", run, tuned, {})
+        yield _evaluate(recipe, run, "merged", {"model": merged, **_parent(run, "adapter")})
+    parent = "merged" if recipe.train.method == "lora" else "adapter"
+    slice_ = settings(recipe, "quantize")
+    yield _step("quantize", _quantize_title(recipe), run, {"model": merged}, slice_)
+    inputs = {"model": run / "quantize", **_parent(run, parent)}
+    yield _evaluate(recipe, run, "quantized", inputs)
+    for target in recipe.deploy.targets:
+        yield from _deploy(recipe, run, target)
+
+
+def _step(stage: str, title: str, run: Path, inputs: dict[str, Path], slice_: Any) -> Step:
+    return Step(
+        name=stage, stage=stage, title=title, folder=run / stage, inputs=inputs, settings=slice_
+    )
+
+
+def _train(recipe: Recipe, run: Path, model: Path) -> Step:
+    lora = recipe.train.method == "lora"
+    slice_ = {"seed": recipe.seed, **settings(recipe, "model", "data", "train")}
+    return Step(
+        name="train",
+        stage="train",
+        title=f"train a rank {recipe.lora.rank} adapter" if lora else "train every weight",
+        folder=run / "train",
+        inputs={"model": model},
+        settings={**slice_, **(settings(recipe, "lora") if lora else {})},
+        reads_data=True,
+    )
+
+
+def _evaluate(recipe: Recipe, run: Path, subject: str, inputs: dict[str, Path]) -> Step:
+    base = {} if subject == "base" else {"base": run / "evaluate-base"}
+    slice_ = {"model.engine": recipe.model.engine, **settings(recipe, "data", "evaluate")}
+    return Step(
+        name=f"evaluate-{subject}",
+        stage="evaluate",
+        title=f"evaluate {subject}",
+        folder=run / f"evaluate-{subject}",
+        inputs={**inputs, **base},
+        settings=slice_,
+        subject=subject,
+        reads_data=True,
+    )
+
+
+def _parent(run: Path, subject: str) -> dict[str, Path]:
+    return {"parent": run / f"evaluate-{subject}", "tuned": run / "evaluate-adapter"}
+
+
+def _quantize_title(recipe: Recipe) -> str:
+    q = recipe.quantize
+    group = f"groups of {q.group_size}" if q.group_size else "per channel"
+    return f"quantize to {q.bits} bits, {group}"
+
+
+def _deploy(recipe: Recipe, run: Path, target: str) -> Iterator[Step]:
+    folder = run / f"deploy-{target}"
+    yield Step(
+        name=folder.name,
+        stage="deploy",
+        title=f"deploy to {target}",
+        folder=folder,
+        inputs={"model": run / "quantize"},
+        settings={"target": target, "deploy.context": recipe.deploy.context},
+        subject=target,
+    )
+    inputs = {"bundle": folder, **_parent(run, "quantized")}
+    yield _evaluate(recipe, run, f"deployed-{target}", inputs)
