@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,13 +20,13 @@ from pippin.errors import PippinError
 NOBODY = 65534
 
 
-def origin(stage: str = "train", **settings: object) -> Origin:
+def origin(stage: str = "train", **settings: Any) -> Origin:
     return Origin(
         stage=stage, inputs={"model": "m1"}, settings=settings, versions={"pippin": "0.1.0"}
     )
 
 
-def write(folder: Path, text: str, **settings: object) -> None:
+def write(folder: Path, text: str, **settings: Any) -> None:
     with artifact.writing(folder, origin(**settings), {"loss": 1.5}) as partial:
         (partial / "inner").mkdir()
         (partial / "a.txt").write_text(text)
@@ -233,13 +234,13 @@ def test_differences_name_what_changed(tmp_path: Path) -> None:
     folder = tmp_path / "train"
     assert artifact.differences(folder, origin(rank=8)) is None
     write(folder, "x", rank=8, lora={"alpha": 16, "targets": ("q",)})
-    same = {"rank": 8, "lora": {"alpha": 16, "targets": ["q"]}}
+    same: dict[str, Any] = {"rank": 8, "lora": {"alpha": 16, "targets": ["q"]}}
     assert artifact.differences(folder, origin(**same)) == []
-    changed = origin(**{**same, "lora": {"alpha": 32, "targets": ("q",)}})
-    assert artifact.differences(folder, changed) == ["lora.alpha 16 -> 32"]
     moved = Origin(stage="train", inputs={"model": "m2"}, settings=same, versions={"pippin": "9"})
     assert artifact.differences(folder, moved) == ["input model"]
     assert artifact.differences(folder, origin("merge", **same)) == ["stage train"]
+    same["lora"] = {"alpha": 32, "targets": ("q",)}
+    assert artifact.differences(folder, origin(**same)) == ["lora.alpha 16 -> 32"]
 
 
 def test_a_damaged_artifact_is_not_done(tmp_path: Path) -> None:
@@ -323,7 +324,7 @@ def test_a_folder_closed_to_us(tmp_path: Path) -> None:
     def as_somebody_else() -> None:
         if os.getuid() == 0:
             os.setuid(NOBODY)
-        with pytest.raises(PippinError, match="no permission for .*/closed/run") as caught:
+        with pytest.raises(PippinError, match=r"no permission for .*/closed/run") as caught:
             write(closed / "run" / "train", "x")
         assert "that you may write to" in caught.value.hint
 
