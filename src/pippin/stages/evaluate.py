@@ -1,0 +1,164 @@
+"""Measures one stage's model on held-out rows, against its parent, and checks its gate."""
+
+import json
+import math
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pippin import artifact
+from pippin.engines import Sampling, Scorer, Tokens
+from pippin.errors import PippinError
+from pippin.events import Event, Finished, Notice, Progress, Started
+from pippin.job import Job
+from pippin.model.tokenizer import Tokenizer, load_tokenizer
+from pippin.stages import distribution
+from pippin.stages.answering import answer_all, compare, exact_match
+from pippin.stages.exam import Exam, read_exam, shorten
+from pippin.stages.gates import check_gates
+from pippin.stages.loading import load_scorer
+from pippin.stages.scoring import Scored, Sheet, groups
+from pippin.stages.shipped import measure_shipped
+
+SCORES = "scores.json"
+SAMPLES_KEPT = 20
+
+
+def evaluate(job: Job) -> Iterator[Event]:
+    """Measure `job.subject`; write scores.json and the distribution its children are held to.
+
+    Raises GateError, when everything is on disk, where a figure misses its gate.
+    """
+    tokenizer = load_tokenizer(job.inputs.get("model", job.inputs.get("bundle", Path())))
+    exam = _exam(job, tokenizer)
+    yield Started(stage=job.stage, title=f"evaluate {job.subject}", total=exam.total, unit="rows")
+    for text in exam.notices:
+        yield Notice(stage=job.stage, text=text)
+    scorer = load_scorer(job.inputs, job.recipe.model, job.recipe.evaluate.dtype)
+    sitting = _Sitting(job=job, exam=exam, tokenizer=tokenizer, scorer=scorer)
+    headline: dict[str, Any] = {}
+    with artifact.writing(job.folder, job.origin, headline) as folder:
+        yield from sitting.score(folder)
+        yield from sitting.answer()
+        (folder / SCORES).write_text(json.dumps(sitting.scores, indent=2) + "\n")
+        headline.update({k: v for k, v in sitting.scores.items() if not isinstance(v, list)})
+    yield Finished(stage=job.stage, folder=str(job.folder), summary=headline)
+    check_gates(job.subject, sitting.scores, job.recipe.gates)
+
+
+def read_scores(folder: Path) -> dict[str, Any] | None:
+    """The scores of an evaluation, or None where there are none."""
+    try:
+        return json.loads((folder / SCORES).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _exam(job: Job, tokenizer: Tokenizer) -> Exam:
+    exam = read_exam(job.recipe, tokenizer)
+    if "bundle" not in job.inputs:
+        return exam
+    return shorten(exam, job.recipe.deploy.context, job.recipe.evaluate.max_tokens)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Sitting:
+    """One model takes the exam; `scores` fills up."""
+
+    job: Job
+    exam: Exam
+    tokenizer: Tokenizer
+    scorer: Scorer
+    done: int = 0
+    scores: dict[str, Any] = field(default_factory=dict)
+
+    def score(self, folder: Path) -> Iterator[Event]:
+        """Loss, divergence and size; the own distribution goes into `folder`."""
+        sheet = Sheet(self.exam.samples, self._stored("parent"), self._topk())
+        lengths = [len(sample.tokens) for sample in self.exam.samples]
+        for group in groups(lengths, self.job.recipe.evaluate.batch_rows):
+            sheet.fill(self.scorer, group)
+            yield self._progress(len(group))
+        scored = sheet.scored()
+        distribution.save(folder, scored.distribution)
+        self._note(scored)
+        yield from self._note_gain(scored.distribution.loss)
+
+    def _stored(self, role: str) -> distribution.Distribution | None:
+        folder = self.job.inputs.get(role)
+        return None if folder is None else distribution.load_for(folder, self.exam.samples)
+
+    def _topk(self) -> int:
+        return min(self.job.recipe.evaluate.topk, self.tokenizer.vocab_size)
+
+    def _progress(self, rows: int) -> Progress:
+        self.done += rows
+        return Progress(stage=self.job.stage, done=self.done, values={})
+
+    def _note(self, scored: Scored) -> None:
+        loss = scored.distribution.loss
+        if not math.isfinite(loss):
+            raise PippinError(
+                f"{self.job.subject}: the held-out loss is {loss}",
+                'the model overflows: set evaluate.dtype = "float32", or check its weights',
+            )
+        parent = self.job.inputs.get("parent")
+        shipped = measure_shipped(self.job.inputs, (parent and read_scores(parent)) or {})
+        self.scores |= {
+            "subject": self.job.subject,
+            "split": self.exam.split,
+            "rows": len(self.exam.samples),
+            "tokens": int(scored.distribution.counts_S.sum()),
+            "loss": loss,
+            "perplexity": math.exp(loss),
+            "kl": scored.kl,
+            "top1": scored.top1,
+            "topk": scored.distribution.ids_NK.shape[1],
+            "size_bytes": shipped.size_bytes,
+            "bits_per_weight": shipped.bits_per_weight,
+            "weights": shipped.weights,
+        }
+
+    def _note_gain(self, loss: float) -> Iterator[Event]:
+        base, tuned = self._stored("base"), self._stored("tuned")
+        self.scores["gain_kept"] = None
+        if base is None or tuned is None:
+            return
+        gain = base.loss - tuned.loss
+        if gain <= 0:
+            text = f"the adapter lost {-gain:.4f} nats a token: there is no gain to keep"
+            yield Notice(stage=self.job.stage, text=text)
+            return
+        self.scores["gain_kept"] = (base.loss - loss) / gain
+
+    def answer(self) -> Iterator[Event]:
+        """Greedy answers to the held-out questions, and to the recipe's prompts."""
+        settings, examples = self.job.recipe.evaluate, self.exam.examples
+        prompts = [example.prompt_T for example in examples]
+        texts = yield from self._greedy(prompts, settings.max_tokens)
+        samples = [
+            compare(*pair) for pair in zip(examples, self.exam.questions, texts, strict=True)
+        ]
+        answers = yield from self._greedy(self.exam.prompts, settings.prompt_tokens)
+        self.scores |= {
+            "exact_match": exact_match(samples),
+            "answered": len(samples),
+            "answers": [
+                {"prompt": prompt, "answer": answer}
+                for prompt, answer in zip(settings.prompts, answers, strict=True)
+            ],
+            "samples": samples[:SAMPLES_KEPT],
+        }
+
+    def _greedy(
+        self, prompts: Sequence[Tokens], max_tokens: int
+    ) -> Generator[Event, None, list[str]]:
+        sampling = Sampling(max_tokens=max_tokens, stop=self.tokenizer.stop_ids)
+        texts = [""] * len(prompts)
+        rows = self.job.recipe.evaluate.batch_rows
+        for answers in answer_all(self.scorer, prompts, sampling, rows):
+            for index, ids in answers.items():
+                texts[index] = self.tokenizer.decode(ids, skip_special=True)
+            yield self._progress(len(answers))
+        return texts

@@ -1,0 +1,64 @@
+"""The limits a recipe sets for a measured stage, and what to do where one is missed."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from pippin.errors import GateError
+from pippin.recipe import Gate, Gates
+
+# limit: (score, its name for people, decimals that tell two values apart)
+MEASURES = {
+    "max_kl": ("kl", "KL", 4),
+    "min_top1": ("top1", "top-1 agreement", 3),
+    "min_gain_kept": ("gain_kept", "gain kept", 3),
+    "min_exact_match": ("exact_match", "exact match", 3),
+}
+HINTS = {
+    "adapter": "train longer (train.epochs), raise train.learning_rate or lora.rank, "
+    "or lower gates.adapter",
+    "merged": "the merged weights' dtype rounds the adapter away: use a float32 or bfloat16 base, "
+    "or change gates.merged",
+    "quantized": "raise quantize.bits or quantize.embed_bits, choose a smaller group_size, "
+    "list sensitive tensors in quantize.keep, or change gates.quantized",
+    "deployed": "the file does not compute what the quantized model does: compare the answers in "
+    "its scores.json, or change gates.deployed",
+}
+
+
+def gate_name(subject: str) -> str:
+    """The gate of a subject: `deployed-executorch` and its like share one."""
+    return "deployed" if subject.startswith("deployed") else subject
+
+
+def gate_of(subject: str, gates: Gates) -> Gate:
+    """The limits of a subject; none for the base."""
+    return getattr(gates, gate_name(subject), Gate())
+
+
+def missed(scores: Mapping[str, Any], gate: Gate) -> list[str]:
+    """Every missed limit in words; a limit on what was not measured counts as missed."""
+    found = []
+    for limit in (field.name for field in fields(Gate)):
+        bound = getattr(gate, limit)
+        if bound is not None and (text := _missed(scores, limit, bound)):
+            found.append(text)
+    return found
+
+
+def _missed(scores: Mapping[str, Any], limit: str, bound: float) -> str | None:
+    key, name, decimals = MEASURES[limit]
+    value = scores.get(key)
+    if value is None:
+        return f"{name} was not measured, {limit} is {bound}"
+    # Written so that a NaN misses every limit.
+    kept = value <= bound if limit.startswith("max") else value >= bound
+    sign = ">" if limit.startswith("max") else "<"
+    return None if kept else f"{name} {value:.{decimals}f} {sign} {limit} {bound}"
+
+
+def check_gates(subject: str, scores: Mapping[str, Any], gates: Gates) -> None:
+    """Raise GateError with the figures of every limit that the scores of a subject miss."""
+    found = missed(scores, gate_of(subject, gates))
+    if found:
+        raise GateError(f"{subject}: {'; '.join(found)}", HINTS[gate_name(subject)])

@@ -1,0 +1,137 @@
+"""Speaks with whatever is given: the furthest stage of a run, a model, an adapter, a bundle."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from pippin.data.chat import render_prompt
+from pippin.engines import Sampling, Scorer, Tokens
+from pippin.errors import DataError, ModelError
+from pippin.events import Notice
+from pippin.model.tokenizer import Tokenizer, load_tokenizer
+from pippin.recipe import Data, Model, Recipe
+from pippin.stages.loading import context_of, load_scorer
+from pippin.stages.newest import find
+from pippin.stages.speech import Detokenizer, Message, fit_messages
+
+STAGE = "generate"
+Notify = Callable[[Notice], None]
+
+
+@dataclass(kw_only=True, slots=True)
+class Speaker:
+    """A loaded model that answers. `context` is how many tokens it holds, where that is known."""
+
+    title: str
+    scorer: Scorer
+    tokenizer: Tokenizer
+    data: Data
+    context: int | None
+    notify: Notify
+
+    def say(self, said: str | Sequence[Message], sampling: Sampling) -> Iterator[str]:
+        """The answer to a prompt or to a conversation, piece by piece, in whole characters.
+
+        The tokenizer's stop tokens end it, beside those of `sampling`. Raises DataError for what
+        does not fit, ModelError for a conversation with a model that has no chat template.
+        """
+        prompt_T = self._prompt(said) if isinstance(said, str) else self._chat(said, sampling)
+        sampling = self._fitted(len(prompt_T), sampling)
+        pieces = Detokenizer(self.tokenizer)
+        for (token,) in self.scorer.generate([prompt_T], sampling):
+            if token is None:
+                break
+            if piece := pieces.add(token):
+                yield piece
+        if piece := pieces.end():
+            yield piece
+
+    def _prompt(self, text: str) -> Tokens:
+        return render_prompt(text, self.tokenizer, self.data)
+
+    def _chat(self, messages: Sequence[Message], sampling: Sampling) -> Tokens:
+        if not self.tokenizer.has_template:
+            raise ModelError(
+                f"{self.title} has no chat template",
+                "use `pippin generate` with a prompt, or tune an instruct model",
+            )
+        if self.context is not None:
+            room = self.context - sampling.max_tokens
+            messages = self._trimmed(messages, room)
+        return np.array(self._render(messages), np.int32)
+
+    def _render(self, messages: Sequence[Message]) -> list[int]:
+        return self.tokenizer.render(list(messages), generation_prompt=True)
+
+    def _trimmed(self, messages: Sequence[Message], room: int) -> list[Message]:
+        kept = fit_messages(messages, lambda some: len(self._render(some)), room)
+        if dropped := len(messages) - len(kept):
+            text = f"the {dropped} oldest messages do not fit in {self.context} tokens: left out"
+            self.notify(Notice(stage=STAGE, text=text))
+        return kept
+
+    def _fitted(self, prompt: int, sampling: Sampling) -> Sampling:
+        """The sampling with our stop tokens, and no more tokens than there is room for."""
+        room = sampling.max_tokens if self.context is None else self.context - prompt
+        if room < 1:
+            raise DataError(
+                f"the prompt is {prompt} tokens long, {self.title} holds {self.context}",
+                "shorten the prompt",
+            )
+        if room < sampling.max_tokens:
+            text = f"the answer ends after {room} tokens: {self.title} holds {self.context} in all"
+            self.notify(Notice(stage=STAGE, text=text))
+        return replace(
+            sampling,
+            max_tokens=min(room, sampling.max_tokens),
+            stop=sampling.stop | self.tokenizer.stop_ids,
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class Conversation:
+    """Remembers what was said; `messages` may begin with a system message."""
+
+    speaker: Speaker
+    sampling: Sampling
+    messages: list[Message]
+
+    def ask(self, text: str) -> Iterator[str]:
+        """The answer piece by piece; what was heard of it is remembered, all of it or a part.
+
+        A question that cannot be asked is forgotten again.
+        """
+        self.messages.append({"role": "user", "content": text})
+        answer: list[str] = []
+        try:
+            for piece in self.speaker.say(self.messages, self.sampling):
+                answer.append(piece)
+                yield piece
+        finally:
+            if answer:
+                self.messages.append({"role": "assistant", "content": "".join(answer)})
+            else:
+                self.messages.pop()
+
+
+def load_speaker(
+    folder: Path, notify: Notify, recipe: Recipe | None = None, base: Path | None = None
+) -> Speaker:
+    """The model in `folder`: a run's, whose furthest stage speaks, or any folder that `find` knows.
+
+    `recipe` gives engine, device, dtype and how prompts are rendered; `base` is the model under an
+    adapter, or of a run that has only begun. What speaks is said through `notify`.
+    """
+    found = find(folder, base)
+    notify(Notice(stage=STAGE, text=f"speaking: {found.title}"))
+    model = recipe.model if recipe else Model(source=str(folder))
+    return Speaker(
+        title=found.title,
+        scorer=load_scorer(found.inputs, model, model.dtype),
+        tokenizer=load_tokenizer(found.folder),
+        data=recipe.data if recipe else Data(source=""),
+        context=context_of(found.inputs),
+        notify=notify,
+    )

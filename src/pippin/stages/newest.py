@@ -1,0 +1,74 @@
+"""Finds what a folder holds that can speak: a bundle, an adapter, a model, or a whole run."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pippin import artifact
+from pippin.errors import ModelError
+from pippin.stages.loading import DEPLOY_FILE
+
+ADAPTER_FILE = "adapter_config.json"
+MODEL_FILE = "config.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """`inputs` are folders by role, as a Job has them; `title` names them for people."""
+
+    inputs: dict[str, Path]
+    title: str
+
+    @property
+    def folder(self) -> Path:
+        """The folder that has the tokenizer and the config."""
+        return self.inputs["bundle"] if "bundle" in self.inputs else self.inputs["model"]
+
+
+def find(folder: Path, base: Path | None = None) -> Found:
+    """What speaks from `folder`; `base` is the model under an adapter, or of a run just begun.
+
+    Raises ModelError where nothing does, or an adapter's base is not on disk.
+    """
+    if (folder / DEPLOY_FILE).is_file():
+        return Found(inputs={"bundle": folder}, title=f"deployed model {folder}")
+    if (folder / ADAPTER_FILE).is_file():
+        model = base or _base_of(folder)
+        return Found(inputs={"model": model, "adapter": folder}, title=f"adapter {folder}")
+    if (folder / MODEL_FILE).is_file():
+        return Found(inputs={"model": folder}, title=f"model {folder}")
+    return _newest(folder, base)
+
+
+def _newest(run: Path, base: Path | None) -> Found:
+    for title, folder in _furthest_first(run):
+        if artifact.read_manifest(folder) is not None:
+            return Found(inputs=find(folder, base).inputs, title=f"{title} {folder}")
+    if base is not None and (base / MODEL_FILE).is_file():
+        return Found(inputs={"model": base}, title=f"base model {base}")
+    raise ModelError(
+        f"{run} holds no model",
+        "give a recipe, or the folder of a run, a model, an adapter or a deployed bundle",
+    )
+
+
+def _furthest_first(run: Path) -> Iterator[tuple[str, Path]]:
+    for bundle in sorted(run.glob("deploy-*")):
+        yield "deployed model", bundle
+    yield "quantized model", run / "quantize"
+    yield "merged model", run / "merge"
+    yield "tuned model", run / "train"
+    yield "base model", run / "model"
+
+
+def _base_of(adapter: Path) -> Path:
+    """The base: beside the adapter in its run, or the folder its config names."""
+    named = json.loads((adapter / ADAPTER_FILE).read_text()).get("base_model_name_or_path")
+    for folder in (adapter.parent / "model", Path(named or "")):
+        if (folder / MODEL_FILE).is_file():
+            return folder
+    raise ModelError(
+        f"the base {named or '(unnamed)'} of adapter {adapter} is not on this disk",
+        "give its folder with --base",
+    )
