@@ -3,6 +3,7 @@
 import re
 import tomllib
 from collections.abc import Iterator
+from typing import Any
 
 Keys = tuple[str, ...]
 
@@ -27,10 +28,9 @@ def key_lines(text: str) -> dict[Keys, int]:
     table: Keys = ()
     for line, statement in _statements(text):
         if statement.startswith("["):
-            table = _split(statement[: statement.rindex("]") + 1].strip("[]"))
-            keys = table
+            keys = table = _path(statement)
         elif match := _KEY.match(statement):
-            keys = (*table, *_split(match[1]))
+            keys = (*table, *_path(f"{match[1]} = 0"))
         else:
             continue
         for depth in range(1, len(keys) + 1):
@@ -59,11 +59,14 @@ def _statements(text: str) -> Iterator[tuple[int, str]]:
             start = piece.end()
 
 
-def _split(dotted: str) -> Keys:
-    """`a."b c".d` as its parts."""
-    node = tomllib.loads(f"{dotted.strip()} = 0")
+def _path(statement: str) -> Keys:
+    """The key that a header or an assignment of 0 names, in its parts."""
+    node: Any = tomllib.loads(statement)
     keys: list[str] = []
-    while isinstance(node, dict):
-        key, node = next(iter(node.items()))
-        keys.append(key)
+    while node:
+        if isinstance(node, list):
+            node = node[0]
+        else:
+            key, node = next(iter(node.items()))
+            keys.append(key)
     return tuple(keys)
