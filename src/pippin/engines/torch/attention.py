@@ -1,0 +1,158 @@
+"""Exact attention over samples packed into one row: every sample attends to itself alone.
+
+Shape letters: B 1, H heads, K kv heads, T tokens, L tokens of one sample, C head channels.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import AttentionInterface
+
+NAME = "pippin_packed"
+
+
+@dataclass(kw_only=True, slots=True)
+class Packing:
+    """Where the samples of a packed row begin and end. Passed through the model to every layer.
+
+    `offsets` int32 holds the bounds on a CUDA device; `seen` collects what the layers asked for.
+    """
+
+    bounds: tuple[tuple[int, int], ...]
+    offsets: Tensor | None = None
+    seen: set[str] = field(default_factory=set)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sample."""
+        return max(stop - start for start, stop in self.bounds)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    """How one layer turns scores into weights, beyond plain causal attention."""
+
+    scale: float
+    dropout: float
+    window: int | None
+    softcap: float | None
+    sinks_H: Tensor | None
+
+    @property
+    def plain(self) -> bool:
+        """Whether PyTorch's fused attention computes it."""
+        return self.softcap is None and self.sinks_H is None
+
+
+def register() -> None:
+    """Make `NAME` known to transformers. It has no mask function, so no mask is ever built."""
+    AttentionInterface.register(NAME, packed_attention)
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    packing: Packing | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention signature: (1, H, T, C) and (1, K, T, C) -> (1, T, H, C)."""
+    assert packing is not None, f"{type(module).__name__} does not pass `packing` on"
+    assert attention_mask is None, "packed attention takes no mask"
+    rule = _rule(query, kwargs)
+    packing.seen.update(["window"] if rule.window is not None else [])
+    if packing.offsets is not None and rule.plain and rule.dropout == 0.0:
+        return _varlen(query, key, value, packing, rule), None
+    return _by_sample(query, key, value, packing, rule), None
+
+
+def _rule(query: Tensor, kwargs: dict[str, Any]) -> Rule:
+    scale = kwargs.get("scaling")
+    return Rule(
+        scale=query.shape[-1] ** -0.5 if scale is None else scale,
+        dropout=kwargs.get("dropout", 0.0),
+        window=kwargs.get("sliding_window"),
+        softcap=kwargs.get("softcap"),
+        sinks_H=kwargs.get("s_aux"),
+    )
+
+
+def _by_sample(query: Tensor, key: Tensor, value: Tensor, packing: Packing, rule: Rule) -> Tensor:
+    """One attention call a sample: no work and no memory outside the diagonal blocks."""
+    attend = _fused if rule.plain else _spelled_out
+    outs = [
+        attend(query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], rule).transpose(1, 2)
+        for a, b in packing.bounds
+    ]
+    return torch.cat(outs, 1) if len(outs) > 1 else outs[0].contiguous()
+
+
+def _fused(query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+    length = query.shape[2]
+    mask_LL = None
+    if rule.window is not None and length > rule.window:
+        mask_LL = _visible(length, rule.window, query.device)
+    return functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask_LL,
+        dropout_p=rule.dropout,
+        is_causal=mask_LL is None,
+        scale=rule.scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def _spelled_out(query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+    """Attention with a soft cap on its scores (Gemma 2) or a sink a head (gpt-oss)."""
+    groups, length = query.shape[1] // key.shape[1], query.shape[2]
+    key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    scores = (query @ key.transpose(2, 3)) * rule.scale
+    if rule.softcap is not None:
+        scores = rule.softcap * torch.tanh(scores / rule.softcap)
+    hidden_LL = ~_visible(length, rule.window or length, query.device)
+    scores = scores.masked_fill(hidden_LL, torch.finfo(scores.dtype).min)
+    if rule.sinks_H is not None:
+        sinks = rule.sinks_H.to(scores.dtype).view(1, -1, 1, 1).expand(-1, -1, length, 1)
+        scores = torch.cat([scores, sinks], -1)
+    exact = torch.promote_types(scores.dtype, torch.float32)
+    weights = torch.softmax(scores, -1, dtype=exact)[..., :length].to(query.dtype)
+    return functional.dropout(weights, rule.dropout) @ value
+
+
+def _visible(length: int, window: int, device: torch.device) -> Tensor:
+    """(L, L): true where a query sees a key, itself and the `window - 1` tokens before it."""
+    index = torch.arange(length, device=device)
+    distance = index[:, None] - index[None, :]
+    return (distance >= 0) & (distance < window)
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, packing: Packing, rule: Rule) -> Tensor:
+    """CUDA: every sample in one kernel. It wants head channels in multiples of 8."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    assert packing.offsets is not None
+    channels = query.shape[-1]
+    extra = -channels % 8
+    q, k, v = (functional.pad(x[0].transpose(0, 1), (0, extra)) for x in (query, key, value))
+    window = -1 if rule.window is None else rule.window - 1
+    out = varlen_attn(
+        q,
+        k,
+        v,
+        packing.offsets,
+        packing.offsets,
+        packing.longest,
+        packing.longest,
+        scale=rule.scale,
+        window_size=(window, 0),
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    assert isinstance(out, Tensor)
+    return out[None, :, :, :channels]

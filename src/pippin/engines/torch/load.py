@@ -1,0 +1,125 @@
+"""A Hugging Face folder as a transformers model: safetensors only, strict, one copy in memory."""
+
+import contextlib
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, PreTrainedModel
+from transformers.utils import logging
+
+from pippin.errors import ModelError
+
+
+def load_network(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """The folder's causal language model on `device`, frozen, in evaluation mode.
+
+    A folder quantized in our layout is dequantized while it loads. Raises ModelError for a folder
+    that is not a model, and for tensors that are missing, left over or of another shape.
+    """
+    config = _read_config(folder)
+    with _quiet():
+        network, report = _from_pretrained(folder, config, dtype, device)
+    _refuse_gaps(folder, report)
+    return network.eval().requires_grad_(False)
+
+
+def _read_config(folder: Path) -> Any:
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{folder} has no config.json", "give a folder in Hugging Face's layout")
+    if not any(folder.glob("*.safetensors")):
+        raise ModelError(
+            f"{folder} has no *.safetensors file", "convert the weights to safetensors first"
+        )
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (ValueError, KeyError, OSError) as error:
+        raise ModelError(
+            f"{folder}: transformers {transformers.__version__} cannot read its config.json: "
+            f"{_first_line(error)}",
+            "update transformers, or choose a model whose architecture it knows",
+        ) from error
+
+
+def _from_pretrained(
+    folder: Path, config: Any, dtype: torch.dtype, device: torch.device
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    kind = _model_class(folder, config)
+    source: dict[str, Any] = {"pretrained_model_name_or_path": folder}
+    if getattr(config, "quantization", None):
+        source = {"pretrained_model_name_or_path": None, "state_dict": _dense(folder, dtype)}
+        for key in ("quantization", "quantization_config"):
+            config.__dict__.pop(key, None)
+    try:
+        return kind.from_pretrained(
+            **source,
+            config=config,
+            dtype=dtype,
+            device_map={"": device} if device.type != "cpu" else None,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except (RuntimeError, OSError, ValueError) as error:
+        raise ModelError(
+            f"{folder} does not load: {_first_line(error)}",
+            "fetch the model again; if it was made by a tool, make it again",
+        ) from error
+
+
+def _model_class(folder: Path, config: Any) -> Any:
+    mapping: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(config) not in mapping:
+        raise ModelError(
+            f"{folder}: {config.model_type} is not a causal language model",
+            "choose a model that generates text",
+        )
+    return mapping[type(config)]
+
+
+def _dense(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    from pippin.model.quantized import dense_tensors
+
+    return {
+        name: torch.from_numpy(_plain(array)).to(dtype) for name, array in dense_tensors(folder)
+    }
+
+
+def _plain(array: Any) -> Any:
+    """numpy knows bfloat16 through ml_dtypes only, torch.from_numpy does not know that."""
+    return array.astype("float32") if array.dtype.kind == "V" or array.dtype.itemsize < 4 else array
+
+
+def _refuse_gaps(folder: Path, report: dict[str, Any]) -> None:
+    faults = {
+        "lacks": report["missing_keys"],
+        "has tensors of another shape:": [key[0] for key in report["mismatched_keys"]],
+        "has tensors the architecture does not know:": report["unexpected_keys"],
+    }
+    for text, names in faults.items():
+        if names:
+            some = ", ".join(sorted(names)[:3])
+            raise ModelError(
+                f"{folder} {text} {some} ({len(names)} in all)",
+                "config.json and the weights must belong together; fetch the model again",
+            )
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), repr(error))
+
+
+@contextlib.contextmanager
+def _quiet() -> Generator[None]:
+    """transformers without bars and reports: what they tell is checked above."""
+    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,118 @@
+"""The adapter's linear: a frozen base plus a low-rank update, with a fused backward.
+
+Shape letters: N tokens, I inputs, O outputs, R rank.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pippin.engines import Weights
+from pippin.errors import ModelError
+
+
+class LoraLinear(nn.Module):
+    """y = x W^T + bias + scale * dropout(x) A^T B^T.
+
+    `lora_A` (R, I) and `lora_B` (O, R) are masters in float32 (float64 under a float64 base);
+    products run in the base's dtype.
+    """
+
+    def __init__(self, base: nn.Linear, pair: tuple[Tensor, Tensor], scale: float, dropout: float):
+        super().__init__()
+        self.weight, self.bias = base.weight, base.bias
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.scale, self.dropout = scale, dropout
+        self.lora_A, self.lora_B = (nn.Parameter(master) for master in pair)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a_RI = self.lora_A.to(x.dtype)
+        b_OR = (self.lora_B * self.scale).to(x.dtype)
+        dropout = self.dropout if self.training else 0.0
+        return _Lora.apply(x, self.weight, self.bias, a_RI, b_OR, dropout)
+
+
+class _Lora(torch.autograd.Function):
+    """Saves x, which the neighbours share, and x A^T; never an output-wide temporary."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *adapter: Any) -> Tensor:
+        a_RI, b_OR, dropout = adapter
+        x_NI = x.reshape(-1, x.shape[-1])
+        kept_NI = None
+        if dropout:
+            dropped_NI, kept_NI = torch.native_dropout(x_NI, dropout, True)
+        z_NR = (dropped_NI if dropout else x_NI) @ a_RI.T
+        y_NO = functional.linear(x_NI, weight, bias).addmm_(z_NR, b_OR.T)
+        ctx.save_for_backward(x_NI, weight, a_RI, b_OR, z_NR, kept_NI)
+        ctx.dropout, ctx.shape = dropout, x.shape
+        return y_NO.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        x_NI, weight, a_RI, b_OR, z_NR, kept_NI = ctx.saved_tensors
+        dy_NO = grads[0].reshape(-1, weight.shape[0])
+        dz_NR = dy_NO @ b_OR
+        db_OR = dy_NO.T @ z_NR
+        keep = 1.0 / (1.0 - ctx.dropout)
+        xd_NI = x_NI if kept_NI is None else (x_NI * kept_NI).mul_(keep)
+        da_RI = dz_NR.T @ xd_NI
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx_NI = dy_NO @ weight
+            if kept_NI is None:
+                dx_NI.addmm_(dz_NR, a_RI)
+            else:
+                dx_NI.addcmul_(dz_NR @ a_RI, kept_NI, value=keep)
+            dx = dx_NI.view(ctx.shape)
+        return dx, None, None, da_RI, db_OR, None
+
+
+def add_adapter(
+    network: nn.Module, weights: Weights, scale: dict[str, float], dropout: float
+) -> dict[str, LoraLinear]:
+    """Put a LoraLinear in the place of every linear that `weights` has a pair for.
+
+    `weights` holds `<linear>.lora_A.weight` (R, I) and `<linear>.lora_B.weight` (O, R); `scale` is
+    by linear. Raises ModelError where the network has no such linear, or one of another shape.
+    """
+    layers = {}
+    for name in sorted({key.rpartition(".lora_")[0] for key in weights}):
+        base = _find_linear(network, name)
+        pair = _pair(base, name, weights)
+        layers[name] = LoraLinear(base, pair, scale[name], dropout)
+        parent, _, child = name.rpartition(".")
+        setattr(network.get_submodule(parent), child, layers[name])
+    return layers
+
+
+def _find_linear(network: nn.Module, name: str) -> nn.Linear:
+    try:
+        module = network.get_submodule(name)
+    except AttributeError as error:
+        raise ModelError(
+            f"the adapter wants {name}, the model has no such layer",
+            "the adapter was trained on another base; name its base as model.source",
+        ) from error
+    if not isinstance(module, nn.Linear):
+        raise ModelError(
+            f"the adapter wants {name}, which is a {type(module).__name__}, not a linear",
+            "name linears in lora.targets",
+        )
+    return module
+
+
+def _pair(base: nn.Linear, name: str, weights: Weights) -> tuple[Tensor, Tensor]:
+    a_RI, b_OR = (weights[f"{name}.lora_{side}.weight"] for side in "AB")
+    shapes = ((a_RI.shape[0], base.in_features), (base.out_features, a_RI.shape[0]))
+    for side, array, wanted in zip("AB", (a_RI, b_OR), shapes, strict=True):
+        if array.shape != wanted:
+            raise ModelError(
+                f"{name}: lora_{side} of the adapter is {array.shape}, the base needs {wanted}",
+                "the adapter was trained on another base; name its base as model.source",
+            )
+    exact = torch.promote_types(base.weight.dtype, torch.float32)
+    a, b = (torch.tensor(w.astype("float64"), dtype=exact) for w in (a_RI, b_OR))
+    return a.to(base.weight.device), b.to(base.weight.device)

@@ -1,0 +1,141 @@
+"""Cross-entropy of the head on scored positions only, in chunks: no tensor of tokens x vocabulary.
+
+Shape letters: S scored positions, D hidden, V vocabulary, C positions of one chunk.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK_BYTES = 1 << 26
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Head:
+    """logits = softcap * tanh(scale * (h W^T + bias) / softcap); softcap None leaves it out."""
+
+    weight_VD: Tensor
+    bias_V: Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def logits(self, hidden_CD: Tensor) -> Tensor:
+        """(C, V), in float32 or better."""
+        return self._finish(self._linear(hidden_CD))
+
+    def _linear(self, hidden_CD: Tensor) -> Tensor:
+        logits_CV = hidden_CD @ self.weight_VD.T
+        if self.bias_V is not None:
+            logits_CV += self.bias_V
+        return logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
+
+    def _finish(self, logits_CV: Tensor) -> Tensor:
+        if self.scale != 1.0:
+            logits_CV = logits_CV.mul_(self.scale)
+        if self.softcap is not None:
+            logits_CV = logits_CV.div_(self.softcap).tanh_().mul_(self.softcap)
+        return logits_CV
+
+    def slope(self, logits_CV: Tensor) -> Tensor | float | None:
+        """d logits / d (h W^T), from the finished logits; None where it is 1."""
+        if self.softcap is None:
+            return None if self.scale == 1.0 else self.scale
+        return (1 - (logits_CV / self.softcap).square_()).mul_(self.scale)
+
+    @property
+    def chunk(self) -> int:
+        """Positions at a time: float32 logits of about 64 MiB."""
+        return max(16, CHUNK_BYTES // (4 * self.weight_VD.shape[0]))
+
+
+def head_loss(hidden_SD: Tensor, targets_S: Tensor, head: Head) -> Tensor:
+    """Summed cross-entropy in nats, a scalar in float32 or better.
+
+    Gradients go to the hidden states, and to the head's weight and bias where they are trained.
+    """
+    return _HeadLoss.apply(hidden_SD, head.weight_VD, head.bias_V, targets_S, head)
+
+
+class _HeadLoss(torch.autograd.Function):
+    """The gradients are made in the forward, chunk by chunk, while the logits are there."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_SD: Tensor, weight_VD: Tensor, bias_V: Any, *rest: Any) -> Tensor:
+        targets_S, head = rest
+        grads = _Grads.empty(hidden_SD, weight_VD, bias_V, ctx.needs_input_grad)
+        exact = torch.promote_types(hidden_SD.dtype, torch.float32)
+        loss = torch.zeros((), dtype=exact, device=hidden_SD.device)
+        for start in range(0, len(hidden_SD), head.chunk):
+            part = slice(start, start + head.chunk)
+            loss += _chunk(hidden_SD[part], targets_S[part], head, grads.part(part))
+        ctx.grads = grads
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
+        grads, ctx.grads = ctx.grads, None
+        return (*grads.times(upstream[0]), None, None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Grads:
+    """Gradients of hidden states, weight and bias; None where nobody asks."""
+
+    hidden_SD: Tensor | None
+    weight_VD: Tensor | None
+    bias_V: Tensor | None
+
+    @classmethod
+    def empty(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, wants: Any) -> "_Grads":
+        """The weight's gradient sums over chunks, so it sums in float32."""
+        exact = torch.promote_types(weight.dtype, torch.float32)
+        return cls(
+            hidden_SD=torch.empty_like(hidden) if wants[0] else None,
+            weight_VD=torch.zeros_like(weight, dtype=exact) if wants[1] else None,
+            bias_V=torch.zeros_like(bias, dtype=exact) if bias is not None and wants[2] else None,
+        )
+
+    def part(self, part: slice) -> "_Grads":
+        hidden_CD = None if self.hidden_SD is None else self.hidden_SD[part]
+        return replace(self, hidden_SD=hidden_CD)
+
+    def times(self, factor: Tensor) -> list[Tensor | None]:
+        grads = (self.hidden_SD, self.weight_VD, self.bias_V)
+        return [None if g is None else g.mul_(factor.to(g.dtype)) for g in grads]
+
+
+def _chunk(hidden_CD: Tensor, targets_C: Tensor, head: Head, grads: _Grads) -> Tensor:
+    """The chunk's summed loss; fills its part of the hidden gradient, adds to the head's."""
+    logits_CV = head.logits(hidden_CD)
+    index_C1 = targets_C[:, None]
+    target_C1 = logits_CV.gather(1, index_C1)
+    lse_C1 = logits_CV.logsumexp(1, keepdim=True)
+    if grads.hidden_SD is not None or grads.weight_VD is not None or grads.bias_V is not None:
+        slope = head.slope(logits_CV)
+        d_CV = logits_CV.sub_(lse_C1).exp_()
+        d_CV.scatter_add_(1, index_C1, torch.full_like(target_C1, -1.0))
+        _fill(
+            d_CV if isinstance(slope, float) and slope == 1.0 else d_CV.mul_(slope),
+            hidden_CD,
+            head,
+            grads,
+        )
+    return (lse_C1 - target_C1).sum()
+
+
+def _fill(d_CV: Tensor, hidden_CD: Tensor, head: Head, grads: _Grads) -> None:
+    low_CV = d_CV.to(hidden_CD.dtype)
+    if grads.hidden_SD is not None:
+        torch.mm(low_CV, head.weight_VD, out=grads.hidden_SD)
+    if grads.weight_VD is not None:
+        grads.weight_VD.add_(low_CV.T @ hidden_CD)
+    if grads.bias_V is not None:
+        grads.bias_V.add_(d_CV.sum(0))
+
+
+def logits_loss(logits_SV: Tensor, targets_S: Tensor) -> Tensor:
+    """Summed cross-entropy in nats of logits that are already there."""
+    exact = torch.promote_types(logits_SV.dtype, torch.float32)
+    return torch.nn.functional.cross_entropy(logits_SV.to(exact), targets_S, reduction="sum")

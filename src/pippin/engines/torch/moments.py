@@ -1,0 +1,64 @@
+"""X^T X of every linear's inputs: what calibrated quantizers minimise their error against.
+
+Shape letters: B rows, T tokens, N real tokens, D features.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from pippin.engines.torch.body import hidden_states
+from pippin.engines.torch.lora import LoraLinear
+from pippin.engines.torch.rows import Rows
+
+
+class _Collector:
+    """Sums X^T X by linear. Neighbours that read the same tensor share one sum."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Tensor] = {}
+        self.owner: dict[str, str] = {}
+        self.real_N: Tensor | None = None
+        self._last: tuple[Tensor, str] | None = None
+
+    def hook(self, name: str) -> Any:
+        def before(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            self.add(name, inputs[0])
+
+        return before
+
+    def add(self, name: str, x: Tensor) -> None:
+        if self._last is not None and self._last[0] is x:
+            self.owner[name] = self._last[1]
+            return
+        self._last, self.owner[name] = (x, name), name
+        x_ND = x.reshape(-1, x.shape[-1])[self.real_N].float()
+        moment_DD = x_ND.T @ x_ND
+        self.sums[name] = self.sums[name] + moment_DD if name in self.sums else moment_DD
+
+
+@torch.inference_mode()
+def input_moments(
+    network: PreTrainedModel, batches: Sequence[Rows]
+) -> dict[str, NDArray[np.float32]]:
+    """By linear's name, the head included: (D, D) float32 over the batches' real tokens."""
+    collector = _Collector()
+    linears = {n: m for n, m in network.named_modules() if isinstance(m, nn.Linear | LoraLinear)}
+    handles = [m.register_forward_pre_hook(collector.hook(n)) for n, m in linears.items()]
+    head = next((n for n, m in linears.items() if m is network.get_output_embeddings()), None)
+    try:
+        for rows in batches:
+            collector.real_N = rows.real_N
+            hidden_BTD = hidden_states(network, rows.tokens_BT, **rows.extra)
+            if head is not None:
+                collector.add(head, hidden_BTD)
+    finally:
+        for handle in handles:
+            handle.remove()
+    sums = {name: total.cpu().numpy() for name, total in collector.sums.items()}
+    return {name: sums[owner] for name, owner in collector.owner.items()}

@@ -1,0 +1,160 @@
+"""Training on one device: exact packed rows, loss on scored positions, AdamW in float32.
+
+Shape letters: B rows, T tokens, S scored positions, D hidden, V vocabulary.
+"""
+
+import contextlib
+import math
+from collections.abc import Generator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from pippin.data.batches import Batch
+from pippin.engines import StepResult, Weights
+from pippin.engines.torch.body import find_head, hidden_states
+from pippin.engines.torch.loss import head_loss, logits_loss
+from pippin.engines.torch.optimizer import Optimizer
+from pippin.engines.torch.probe import find_ability
+from pippin.engines.torch.rows import Rows
+from pippin.errors import ModelError
+from pippin.recipe import Train
+
+
+class TorchTrainer:
+    """Trains `trainable`, by checkpoint name, of a network that it takes over.
+
+    `notices` tells what was replaced by something slower. Raises ModelError where samples cannot
+    share a row exactly and `train.packing` asks for it.
+    """
+
+    def __init__(
+        self,
+        network: PreTrainedModel,
+        trainable: dict[str, nn.Parameter],
+        train: Train,
+        seed: int,
+    ) -> None:
+        self.network, self.trainable, self.train, self.seed = network, trainable, train, seed
+        self.head, self.ability = find_head(network), find_ability(network)
+        self.notices = self._notices()
+        self.steps = 0
+        if train.packing and not self.ability.packs:
+            raise ModelError(
+                f"{type(network).__name__} cannot keep packed samples apart",
+                "set train.packing = false",
+            )
+        network.requires_grad_(False)
+        for parameter in trainable.values():
+            parameter.requires_grad_(True)
+        if train.gradient_checkpointing:
+            _checkpoint_activations(network)
+        self.optimizer = Optimizer(trainable, train, _waits)
+
+    def step(self, batches: Sequence[Batch], learning_rate: float) -> StepResult:
+        """One AdamW update over the micro-batches, each scored token weighing the same."""
+        tokens = sum(batch.scored_tokens for batch in batches)
+        assert tokens > 0, "a step needs a scored token"
+        self.network.train()
+        with _seeded(self.seed, self.steps, self.network.device):
+            losses = [self._backward(batch) for batch in batches]
+        self.steps += 1
+        loss_sum, norm = _to_host(torch.stack(losses).sum(), self.optimizer.grad_norm())
+        norm /= tokens
+        if math.isfinite(loss_sum) and math.isfinite(norm):
+            self.optimizer.update(learning_rate, self._clip(norm) / tokens)
+        else:
+            self.optimizer.drop_gradients()
+        return StepResult(loss_sum=loss_sum, tokens=tokens, grad_norm=norm)
+
+    @torch.no_grad()
+    def loss(self, batch: Batch) -> tuple[float, int]:
+        """Summed loss in nats and count of scored tokens; no gradient, dropout off."""
+        self.network.eval()
+        return self._loss(batch).item(), batch.scored_tokens
+
+    def weights(self) -> Weights:
+        """The trainable tensors in float32 on the host, by checkpoint name."""
+        masters = self.optimizer.masters
+        return {name: m.detach().float().cpu().numpy().copy() for name, m in masters.items()}
+
+    def state(self) -> Weights:
+        """Masters, moments and counters. Random choices follow from seed and step number."""
+        return {**self.optimizer.state(), "steps": np.array([self.steps], np.int64)}
+
+    def restore(self, state: Weights) -> None:
+        """Take up a state that `state` returned."""
+        self.optimizer.restore(state)
+        self.steps = int(state["steps"][0])
+
+    def _backward(self, batch: Batch) -> Tensor:
+        loss = self._loss(batch)
+        loss.backward()
+        return loss.detach()
+
+    def _loss(self, batch: Batch) -> Tensor:
+        self._refuse_long(batch)
+        rows = self.ability.layout(batch, self.network.device)
+        if self.head is None:
+            return self._loss_of_forward(rows)
+        hidden_BTD = hidden_states(self.network, rows.tokens_BT, **rows.extra)
+        hidden_SD = hidden_BTD.flatten(0, 1).index_select(0, rows.index_S)
+        return head_loss(hidden_SD, rows.targets_S, self.head)
+
+    def _loss_of_forward(self, rows: Rows) -> Tensor:
+        """The model's own logits, for a head that is not a plain product."""
+        out = self.network(input_ids=rows.tokens_BT, use_cache=False, **rows.extra)
+        return logits_loss(out.logits.flatten(0, 1).index_select(0, rows.index_S), rows.targets_S)
+
+    def _clip(self, norm: float) -> float:
+        limit = self.train.max_grad_norm
+        return min(1.0, limit / (norm + 1e-6)) if limit else 1.0
+
+    def _refuse_long(self, batch: Batch) -> None:
+        longest = int(batch.positions_BT.max()) + 1
+        limit = self.ability.longest
+        if limit is not None and longest > limit:
+            raise ModelError(
+                f"a sample of {longest} tokens exceeds the attention window of {limit} "
+                f"of {type(self.network).__name__}",
+                f"set data.max_seq_len = {limit}",
+            )
+
+    def _notices(self) -> tuple[str, ...]:
+        notices = [self.ability.notice] if self.ability.notice else []
+        if self.head is None:
+            name = type(self.network).__name__
+            notices.append(f"the head of {name} is its own; its full logits are computed")
+        return tuple(notices)
+
+
+def _waits(name: str) -> bool:
+    """The gradient of A is zero while B is: it moves in the second update."""
+    return name.endswith(".lora_A.weight")
+
+
+def _checkpoint_activations(network: PreTrainedModel) -> None:
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+    enable = next(getattr(network, name) for name in names if hasattr(network, name))
+    enable({"use_reentrant": False})
+
+
+def _to_host(*scalars: Tensor) -> list[float]:
+    """One transfer: the only wait for the device in a step."""
+    return torch.stack([scalar.to(scalars[0].dtype) for scalar in scalars]).tolist()
+
+
+@contextlib.contextmanager
+def _seeded(seed: int, step: int, device: torch.device) -> Generator[None]:
+    """Random numbers inside are a function of seed and step; those outside are left as they were.
+
+    Dropout masks thus need no state of their own, and checkpointed layers draw them again.
+    """
+    value = np.random.SeedSequence((seed, step)).generate_state(1, np.uint64)[0]
+    gpu = device.type != "cpu"
+    kind = device.type if gpu else "cuda"
+    with torch.random.fork_rng([device.index or 0] if gpu else [], device_type=kind):
+        torch.manual_seed(int(value))
+        yield
