@@ -116,12 +116,9 @@ def _chunk(hidden_CD: Tensor, targets_C: Tensor, head: Head, grads: _Grads) -> T
         slope = head.slope(logits_CV)
         d_CV = logits_CV.sub_(lse_C1).exp_()
         d_CV.scatter_add_(1, index_C1, torch.full_like(target_C1, -1.0))
-        _fill(
-            d_CV if isinstance(slope, float) and slope == 1.0 else d_CV.mul_(slope),
-            hidden_CD,
-            head,
-            grads,
-        )
+        if slope is not None:
+            d_CV.mul_(slope)
+        _fill(d_CV, hidden_CD, head, grads)
     return (lse_C1 - target_C1).sum()
 
 
