@@ -70,6 +70,11 @@ class Scorer(Protocol):
 class Trainer(Protocol):
     """A model being trained; the frozen weights are never touched."""
 
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What was replaced by something slower, in words."""
+        ...
+
     def step(self, batches: Sequence[Batch], learning_rate: float) -> StepResult:
         """One AdamW update over the micro-batches, each token weighing the same.
 
@@ -124,6 +129,10 @@ class Engine(Protocol):
 
     def device(self) -> str:
         """The device in words, e.g. `cpu (2 cores)`."""
+        ...
+
+    def dtype(self, name: str) -> str:
+        """The dtype that a recipe's name stands for on this device: what `auto` picks."""
         ...
 
     def peak_memory(self) -> int:

@@ -50,6 +50,10 @@ class TorchEngine:
         """The device in words, e.g. `cpu (2 cores)`."""
         return devices.describe(self._device)
 
+    def dtype(self, name: str) -> str:
+        """The dtype that a recipe's name stands for on this device: what `auto` picks."""
+        return str(devices.pick_dtype(name, self._device)).removeprefix("torch.")
+
     def peak_memory(self) -> int:
         """Bytes: CUDA's allocator peak, MPS's driver figure, or the process's peak resident set."""
         return devices.peak_memory(self._device)
