@@ -1,0 +1,226 @@
+"""Where an unfinished training goes on from: checkpoints that are on disk whole or not at all.
+
+Next to the stage's folder `train` lies `.train.work`, with one folder a checkpoint (`step-000050`),
+the best weights so far (`best-000040`), and the record of all steps (`metrics.jsonl`).
+"""
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pippin import artifact, disk
+from pippin.artifact import Origin
+from pippin.engines import Weights
+from pippin.errors import PippinError
+from pippin.model.weights import Writer, file_tensors, read_tensor
+
+STATE, PROGRESS, METRICS = "state.safetensors", "progress.json", "metrics.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Position:
+    """Where a training stands after `step` updates, beside the trainer's own state.
+
+    `tokens` counts the real tokens trained on, `worse` the validations since the best one, `recent`
+    holds the last losses, `metrics_bytes` is the length of the record.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    best_step: int | None = None
+    best_loss: float | None = None
+    worse: int = 0
+    recent: tuple[float, ...] = ()
+    metrics_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """What `latest` came upon. Nothing to go on from: step 0 and no state."""
+
+    position: Position
+    state: Weights | None
+    notices: tuple[str, ...]
+
+
+class _DamagedError(Exception):
+    """A checkpoint that cannot be used, and why."""
+
+
+def work_folder(folder: Path) -> Path:
+    """Where the stage that writes `folder` keeps what it needs to go on."""
+    return folder.with_name(f".{folder.name}.work")
+
+
+def forget(folder: Path) -> None:
+    """Drop what an unfinished stage left: it starts anew."""
+    disk.retire(work_folder(folder))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Store:
+    """The checkpoints of one training.
+
+    `origin` and `plan` (a digest of the tokenized samples) tell whether one belongs to it; the last
+    `keep` stay, and the best weights that they know of.
+    """
+
+    folder: Path
+    origin: Origin
+    plan: str
+    keep: int
+
+    @property
+    def metrics(self) -> Path:
+        """The record of all steps, one JSON object a line."""
+        return self.folder / METRICS
+
+    def append(self, values: dict[str, float]) -> int:
+        """Add a line to the record; its length in bytes then."""
+        with self.metrics.open("a") as file:
+            file.write(json.dumps(values) + "\n")
+            return file.tell()
+
+    def save(self, position: Position, state: Weights) -> Path:
+        """Write a checkpoint, then drop those that are no longer needed."""
+        self.metrics.touch()
+        disk.sync_path(self.metrics)
+        folder = self._step(position.step)
+        record = {"position": asdict(position), "origin": self._record(), "plan": self.plan}
+        _write(folder, state, record)
+        self._prune(position.step)
+        return folder
+
+    def save_best(self, step: int, weights: Weights) -> None:
+        """Keep the weights after `step` as the best so far."""
+        _write(self._best(step), weights, {})
+        if not self._steps():
+            self._prune_best({step})
+
+    def best(self, step: int) -> Weights:
+        """The weights that `save_best` kept after `step`."""
+        try:
+            return _read(self._best(step))[1]
+        except _DamagedError as error:
+            raise PippinError(
+                f"the best weights in {self._best(step)} cannot be used: {error}",
+                "--redo train starts anew",
+            ) from error
+
+    def latest(self) -> Found:
+        """The newest checkpoint that is whole; a notice for each that is not.
+
+        The record is cut to the checkpoint's length. Raises PippinError where the newest belongs to
+        a training with other settings, inputs or rows.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._recover()
+        notices = []
+        for folder in reversed(self._steps()):
+            try:
+                position, state, changed = self._take(folder)
+            except _DamagedError as error:
+                notices.append(f"checkpoint {folder.name} is damaged ({error}): going back")
+                continue
+            os.truncate(self.metrics, position.metrics_bytes)
+            return Found(position=position, state=state, notices=(*notices, *changed))
+        self.metrics.write_bytes(b"")
+        return Found(position=Position(), state=None, notices=tuple(notices))
+
+    def newest(self) -> Path | None:
+        """The folder of the newest checkpoint."""
+        return max(self._steps(), default=None)
+
+    def _take(self, folder: Path) -> tuple[Position, Weights, list[str]]:
+        record, state = _read(folder)
+        try:
+            made, plan = record["origin"], record["plan"]
+            position = Position(**record["position"])
+        except (KeyError, TypeError) as error:
+            raise _DamagedError(f"{PROGRESS} lacks {error}") from error
+        self._refuse_another(artifact.origin_differences(made, self.origin), plan)
+        if position.best_step is not None:
+            _read(self._best(position.best_step))
+        if self._metrics_bytes() < position.metrics_bytes:
+            raise _DamagedError(f"{METRICS} is shorter than it was")
+        return position, state, self._upgrades(made)
+
+    def _refuse_another(self, changed: list[str], plan: str) -> None:
+        if plan != self.plan and not changed:
+            changed = ["the tokenized training rows"]
+        if changed:
+            raise PippinError(
+                f"the unfinished training in {self.folder} has other settings: "
+                + "; ".join(changed),
+                "--redo train starts anew; put the settings back to go on with it",
+            )
+
+    def _upgrades(self, made: dict[str, Any]) -> list[str]:
+        then, now = made["versions"], self.origin.versions
+        names = sorted(name for name in then.keys() | now.keys() if then.get(name) != now.get(name))
+        changes = (f"{name} {then.get(name)} -> {now.get(name)}" for name in names)
+        note = "the checkpoint is from other versions, so bits may differ: "
+        return [note + ", ".join(changes)] if names else []
+
+    def _record(self) -> dict[str, Any]:
+        return artifact.record(self.origin)
+
+    def _metrics_bytes(self) -> int:
+        return self.metrics.stat().st_size if self.metrics.exists() else 0
+
+    def _step(self, step: int) -> Path:
+        return self.folder / f"step-{step:06d}"
+
+    def _best(self, step: int) -> Path:
+        return self.folder / f"best-{step:06d}"
+
+    def _steps(self) -> list[Path]:
+        return sorted(self.folder.glob("step-*"))
+
+    def _recover(self) -> None:
+        """Clear what a kill left of a checkpoint being written, replaced or dropped."""
+        for hidden in self.folder.glob(".*-*.*"):
+            disk.recover(self.folder / hidden.name.split(".")[1])
+
+    def _prune(self, step: int) -> None:
+        """A damaged checkpoint after `step` is no reason to drop a good one before it."""
+        done = [folder for folder in self._steps() if folder <= self._step(step)]
+        for folder in done[: -max(1, self.keep)]:
+            disk.retire(folder)
+        self._prune_best({_best_step(folder) for folder in self._steps()})
+
+    def _prune_best(self, needed: set[int | None]) -> None:
+        kept = {self._best(step) for step in needed if step is not None}
+        for folder in set(self.folder.glob("best-*")) - kept:
+            disk.retire(folder)
+
+
+def _write(folder: Path, tensors: Weights, record: dict[str, Any]) -> None:
+    with disk.whole(folder) as partial:
+        with Writer(partial, tensors, shard_bytes=2**63) as writer:
+            for name, tensor in tensors.items():
+                writer.write(name, tensor)
+        (partial / "model.safetensors").rename(partial / STATE)
+        record = {**record, "sha256": artifact.digest(partial / STATE)}
+        (partial / PROGRESS).write_text(json.dumps(record, indent=2) + "\n")
+
+
+def _read(folder: Path) -> tuple[dict[str, Any], Weights]:
+    try:
+        record = json.loads((folder / PROGRESS).read_text())
+        if artifact.digest(folder / STATE) != record["sha256"]:
+            raise _DamagedError(f"{STATE} is not what was written")
+    except (OSError, ValueError, TypeError, KeyError, PippinError) as error:
+        raise _DamagedError(str(error)) from error
+    infos = file_tensors(folder / STATE)
+    return record, {name: read_tensor(info) for name, info in infos.items()}
+
+
+def _best_step(folder: Path) -> int | None:
+    try:
+        return json.loads((folder / PROGRESS).read_text())["position"]["best_step"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

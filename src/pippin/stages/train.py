@@ -1,0 +1,237 @@
+"""Train an adapter or every weight: goes on after any stop, keeps the best weights."""
+
+import math
+import shutil
+import time
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import psutil
+
+from pippin import artifact, disk
+from pippin.data.batches import Batch
+from pippin.engines import Engine, Trainer
+from pippin.errors import Interrupted, PippinError
+from pippin.events import Event, Finished, Metric, Notice, Progress, Started
+from pippin.job import Job
+from pippin.recipe import Train
+from pippin.stages.checkpoints import METRICS, Position, Store, forget, work_folder
+from pippin.stages.interrupts import watching
+from pippin.stages.loading import open_engine
+from pippin.stages.outcome import first_weights, write_outcome
+from pippin.stages.preparing import Material, prepare
+from pippin.stages.schedule import WINDOW, fault, learning_rate
+
+STAGE = "train"
+
+
+def train(job: Job) -> Iterator[Event]:
+    """Train and write the adapter (a PEFT folder) or the model (a Hugging Face folder).
+
+    Goes on from the newest checkpoint of the same training. Raises Interrupted after Ctrl-C, with a
+    checkpoint written; PippinError where the loss is not finite or jumps, or the disk is full.
+    """
+    artifact.refuse_foreign(job.folder)
+    material = prepare(job)
+    yield Started(stage=STAGE, title=_title(job), total=material.total, unit="updates")
+    yield from _notices(material.notices)
+    with disk.disk_errors(job.folder):
+        store = _open_store(job, material)
+        found = store.latest()
+        run = _load(job, material, store)
+        yield from _notices((_device(run), *run.trainer.notices, *found.notices))
+        position = found.position
+        if found.state is not None:
+            run.trainer.restore(found.state)
+            yield Notice(stage=STAGE, text=f"going on after update {position.step}")
+        position = yield from _loop(run, position)
+        yield from _finish(run, position)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Run:
+    """One training, loaded."""
+
+    job: Job
+    material: Material
+    store: Store
+    engine: Engine
+    trainer: Trainer
+    process: psutil.Process
+
+    @property
+    def train(self) -> Train:
+        return self.job.recipe.train
+
+    def over(self, position: Position) -> bool:
+        patience = self.train.patience
+        return position.step >= self.material.total or 0 < patience <= position.worse
+
+    def validates(self, step: int) -> bool:
+        every = self.train.valid_every
+        due = step == self.material.total or (every > 0 and step % every == 0)
+        return due and bool(self.material.valid)
+
+    def saves(self, position: Position) -> bool:
+        every = self.train.checkpoint_every
+        return every > 0 and (position.step % every == 0 or self.over(position))
+
+
+def _open_store(job: Job, material: Material) -> Store:
+    return Store(
+        folder=work_folder(job.folder),
+        origin=job.origin,
+        plan=material.digest(),
+        keep=job.recipe.train.keep_checkpoints,
+    )
+
+
+def _load(job: Job, material: Material, store: Store) -> _Run:
+    recipe = job.recipe
+    engine = open_engine(recipe.model.engine, recipe.model.device)
+    weights = first_weights(job)
+    model = engine.load(job.inputs["model"], recipe.model.dtype)
+    lora = recipe.lora if recipe.train.method == "lora" else None
+    return _Run(
+        job=job,
+        material=material,
+        store=store,
+        engine=engine,
+        trainer=model.trainer(recipe.train, lora, weights, recipe.seed),
+        process=psutil.Process(),
+    )
+
+
+def _loop(run: _Run, position: Position) -> Generator[Event, None, Position]:
+    yield Progress(stage=STAGE, done=position.step, values={})
+    with watching() as watch:
+        while not run.over(position):
+            position = yield from _update(run, position)
+            if run.validates(position.step):
+                position = yield from _validate(run, position)
+            if watch.asked or run.saves(position):
+                run.store.save(position, run.trainer.state())
+            if watch.asked:
+                raise Interrupted(
+                    f"stopped after update {position.step} of {run.material.total}, "
+                    "a checkpoint is written",
+                    "run the same command again to go on",
+                )
+    return position
+
+
+def _update(run: _Run, position: Position) -> Generator[Event, None, Position]:
+    start = time.perf_counter()
+    batches = run.material.plan.batches(position.step)
+    rate = learning_rate(run.train, position.step, run.material.total)
+    result = run.trainer.step(batches, rate)
+    loss = result.loss_sum / result.tokens
+    wrong = fault(loss, result.grad_norm, position.recent, run.train.spike)
+    if wrong:
+        raise _stopped(run, position, batches, wrong)
+    seconds = time.perf_counter() - start
+    tokens = sum(batch.real_tokens for batch in batches)
+    values = {
+        "loss": loss,
+        "learning_rate": rate,
+        "grad_norm": result.grad_norm,
+        "tokens_per_second": tokens / seconds,
+        "memory_bytes": run.process.memory_info().rss,
+    }
+    position = replace(
+        position,
+        step=position.step + 1,
+        tokens=position.tokens + tokens,
+        seconds=position.seconds + seconds,
+        recent=tuple(deque((*position.recent, loss), WINDOW)),
+    )
+    return (yield from _record(run, position, values))
+
+
+def _validate(run: _Run, position: Position) -> Generator[Event, None, Position]:
+    """Score the validation rows; keep the weights where they are the best so far."""
+    start = time.perf_counter()
+    sums = [run.trainer.loss(batch) for batch in run.material.valid]
+    loss = math.fsum(total for total, _ in sums) / sum(count for _, count in sums)
+    if not math.isfinite(loss):
+        raise _stopped(run, position, run.material.valid, f"the validation loss is {loss}")
+    better = position.best_loss is None or loss < position.best_loss
+    if better:
+        run.store.save_best(position.step, run.trainer.weights())
+    position = replace(
+        position,
+        seconds=position.seconds + time.perf_counter() - start,
+        best_step=position.step if better else position.best_step,
+        best_loss=loss if better else position.best_loss,
+        worse=0 if better else position.worse + 1,
+    )
+    position = yield from _record(run, position, {"valid_loss": loss})
+    if run.over(position) and position.step < run.material.total:
+        text = f"no better validation loss in {position.worse} validations: ending early"
+        yield Notice(stage=STAGE, text=text)
+    return position
+
+
+def _record(
+    run: _Run, position: Position, values: dict[str, float]
+) -> Generator[Event, None, Position]:
+    length = run.store.append({"step": position.step, **values})
+    yield Metric(stage=STAGE, step=position.step, values=values)
+    yield Progress(stage=STAGE, done=position.step, values=values)
+    return replace(position, metrics_bytes=length)
+
+
+def _stopped(run: _Run, position: Position, batches: Sequence[Batch], wrong: str) -> PippinError:
+    newest = run.store.newest()
+    good = f"the last good checkpoint is {newest}" if newest else "no checkpoint was written yet"
+    return PippinError(
+        f"update {position.step + 1}: {wrong}; its rows: {run.material.places(batches)}",
+        f"{good}; look at those rows, raise train.spike to go on past a jump, or lower "
+        "train.learning_rate and start anew with --redo train",
+    )
+
+
+def _finish(run: _Run, position: Position) -> Iterator[Event]:
+    """Write the best weights by validation, the last where nothing was validated."""
+    summary = _summary(run, position)
+    if position.best_step is None:
+        weights = run.trainer.weights()
+    else:
+        weights = run.store.best(position.best_step)
+        if position.best_step < position.step:
+            text = f"the weights after update {position.best_step} are kept: the best validation"
+            yield Notice(stage=STAGE, text=text)
+    with artifact.writing(run.job.folder, run.job.origin, summary) as folder:
+        write_outcome(folder, run.job, weights)
+        shutil.copyfile(run.store.metrics, folder / METRICS)
+    forget(run.job.folder)
+    yield Finished(stage=STAGE, folder=str(run.job.folder), summary=summary)
+
+
+def _summary(run: _Run, position: Position) -> dict[str, Any]:
+    return {
+        "steps": position.step,
+        "best_step": position.best_step,
+        "valid_loss": position.best_loss,
+        "tokens": position.tokens,
+        "seconds": position.seconds,
+        "peak_memory_bytes": run.engine.peak_memory(),
+    }
+
+
+def _notices(texts: Sequence[str]) -> Iterator[Event]:
+    yield from (Notice(stage=STAGE, text=text) for text in texts)
+
+
+def _title(job: Job) -> str:
+    recipe = job.recipe
+    lora = recipe.train.method == "lora"
+    return f"train a rank {recipe.lora.rank} adapter" if lora else "train every weight"
+
+
+def _device(run: _Run) -> str:
+    """What `auto` picked is said, not only what was asked for."""
+    model = run.job.recipe.model
+    return f"{model.engine} on {run.engine.device()}, {run.engine.dtype(model.dtype)}"
