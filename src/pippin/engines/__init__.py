@@ -25,7 +25,7 @@ ENGINES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TopK:
-    """The likeliest next tokens at every position, (B, T, K), likeliest first."""
+    """The likeliest next tokens at every position, (B, T, K), likeliest first, then asked ones."""
 
     ids_BTK: NDArray[np.int32]
     logprobs_BTK: NDArray[np.float32]
@@ -59,7 +59,10 @@ class Scorer(Protocol):
         ...
 
     def topk(self, tokens_BT: Tokens, k: int, ids_BTK: NDArray[np.int32] | None = None) -> TopK:
-        """The k likeliest next tokens at every position, or the given ids' log-probabilities."""
+        """The k likeliest next tokens at every position, then the given ids, in one pass.
+
+        The result's K is k and as many as were given; k = 0 gives the given ids alone.
+        """
         ...
 
     def generate(self, prompts: Sequence[Tokens], sampling: Sampling) -> Iterator[list[int | None]]:

@@ -1,7 +1,7 @@
 """Runs held-out rows through a model and measures it against what its parent predicted.
 
 Shape letters: B rows of a batch, T tokens, S held-out rows, N scored positions of all rows, n those
-of one row, K kept tokens, Q tokens that are asked for: the parent's, then the true next one.
+of one row, K kept tokens, Q asked ones (the parent's, then the true next token), X both.
 """
 
 from collections.abc import Sequence
@@ -47,14 +47,14 @@ class Sheet:
     def fill(self, scorer: Scorer, group: list[int]) -> None:
         """Score the rows of a group together."""
         tokens_BT = padded([self.samples[row].tokens for row in group])
-        own = scorer.topk(tokens_BT, self.ids_NK.shape[1])
-        asked_BTQ = self._asked(tokens_BT, group)
-        asked = scorer.topk(tokens_BT, asked_BTQ.shape[2], asked_BTQ)
+        k = self.ids_NK.shape[1]
+        found = scorer.topk(tokens_BT, k, self._asked(tokens_BT, group))
         for b, row in enumerate(group):
             before_n, part = self._before(row), self._part(row)
-            self.ids_NK[part] = own.ids_BTK[b, before_n]
-            self.logprobs_NK[part] = own.logprobs_BTK[b, before_n]
-            self._compare(row, asked.logprobs_BTK[b, before_n])
+            logprobs_nX = found.logprobs_BTK[b, before_n]
+            self.ids_NK[part] = found.ids_BTK[b, before_n, :k]
+            self.logprobs_NK[part] = logprobs_nX[:, :k]
+            self._compare(row, logprobs_nX[:, k:])
 
     def _compare(self, row: int, logprobs_nQ: NDArray[np.float32]) -> None:
         self.losses_S[row] = -logprobs_nQ[:, -1].astype(np.float64).sum()

@@ -71,7 +71,7 @@ class TorchModel:
         return logprobs(self.network, self._head, tokens_BT)
 
     def topk(self, tokens_BT: Tokens, k: int, ids_BTK: NDArray[np.int32] | None = None) -> TopK:
-        """The k likeliest next tokens at every position, or the given ids' log-probabilities."""
+        """The k likeliest next tokens at every position, then the given ids, in one pass."""
         return topk(self.network, self._head, tokens_BT, k, ids_BTK)
 
     def generate(self, prompts: Sequence[Tokens], sampling: Sampling) -> Iterator[list[int | None]]:

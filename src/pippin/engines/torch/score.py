@@ -45,16 +45,14 @@ def topk(
     k: int,
     ids_BTK: NDArray[np.int32] | None,
 ) -> TopK:
-    """The k likeliest next tokens at every position, or the given ids' log-probabilities."""
+    """The k likeliest next tokens at every position, then the given ids, in one pass."""
     tokens = to_device(tokens_BT, network.device)
-    given_NK = None if ids_BTK is None else to_device(ids_BTK.reshape(-1, k), network.device)
+    given_BTK = tokens_BT[..., None][..., :0] if ids_BTK is None else ids_BTK
+    given_NK = to_device(given_BTK.reshape(tokens_BT.size, -1), network.device)
 
     def pick(logits_CV: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-        lse_C1 = logits_CV.logsumexp(1, keepdim=True)
-        if given_NK is not None:
-            return given_NK[part], logits_CV.gather(1, given_NK[part]) - lse_C1
-        best = logits_CV.topk(k, dim=1)
-        return best.indices, best.values - lse_C1
+        ids_CK = torch.cat([logits_CV.topk(k, dim=1).indices, given_NK[part]], 1)
+        return ids_CK, logits_CV.gather(1, ids_CK) - logits_CV.logsumexp(1, keepdim=True)
 
     picked = list(_over_chunks(network, head, tokens, pick))
     ids_NK, logprobs_NK = (torch.cat(parts) for parts in zip(*picked, strict=True))
