@@ -1,7 +1,7 @@
 """Line charts as plain numbers and SVG paths, drawn by the page's template."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 WIDTH, HEIGHT = 480, 250
@@ -42,7 +42,7 @@ class Chart:
     )
 
 
-def line_chart(title: str, x_name: str, curves: dict[str, Points]) -> Chart | None:
+def line_chart(title: str, x_name: str, curves: Mapping[str, Points]) -> Chart | None:
     """A chart of the curves that have points; None where none has."""
     curves = {name: _thinned(_finite(points)) for name, points in curves.items()}
     curves = {name: points for name, points in curves.items() if points}
@@ -89,7 +89,9 @@ def _nice(step: float) -> float:
 
 
 def _label(value: float, step: float) -> str:
-    if value and not 1e-3 <= step < 1e5:
+    if abs(value) < step / 2:
+        return "0"
+    if not 1e-3 <= step < 1e5:
         return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e")
     decimals = max(0, -math.floor(math.log10(step)))
     return f"{value:,.{decimals}f}"

@@ -8,7 +8,7 @@ from pippin.recipe import Gate, Gates
 from pippin.stages.gates import gate_name, missed
 
 SUBJECTS = ("base", "adapter", "merged", "quantized")
-NONE = "–"
+NONE = "\u2013"
 # key of a row: (heading, decimals, unit)
 _FIGURES = {
     "loss": ("held-out loss", 3, ""),
@@ -78,6 +78,8 @@ def figure(key: str, value: float | None) -> str:
         return byte_text(value)
     if unit == "%":
         return f"{100 * value:.{decimals}f} %"
+    if 0 < abs(value) < 5 * 10.0**-decimals:
+        return f"{value:.0e}"
     return f"{value:.{decimals}f}"
 
 

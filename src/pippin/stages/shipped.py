@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from pippin import artifact
-from pippin.model.quantized import bits_per_weight
+from pippin.model.quantized import count_weights
 
 # Beside the weights: the tokenizer, the template, and what pippin says about them.
-_DESCRIPTIONS = {".json", ".jinja", ".jsonl", ".md", ".model", ".txt"}
+_DESCRIPTIONS = {".json", ".jinja", ".jsonl", ".md", ".model", ".py", ".txt"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,11 +32,11 @@ def measure_shipped(inputs: Mapping[str, Path], parent: Mapping[str, Any]) -> Sh
     """
     if "bundle" in inputs:
         return Shipped(size_bytes=bundle_bytes(inputs["bundle"]), weights=parent.get("weights"))
-    model = inputs["model"]
-    own = weights_bytes(model)
-    weights = round(8 * own / bits_per_weight(model))
-    added = weights_bytes(inputs["adapter"]) if "adapter" in inputs else 0
-    return Shipped(size_bytes=own + added, weights=weights)
+    folders = [inputs[role] for role in ("model", "adapter") if role in inputs]
+    return Shipped(
+        size_bytes=sum(weights_bytes(folder) for folder in folders),
+        weights=count_weights(inputs["model"]),
+    )
 
 
 def weights_bytes(folder: Path) -> int:
@@ -46,5 +46,5 @@ def weights_bytes(folder: Path) -> int:
 
 def bundle_bytes(folder: Path) -> int:
     """Bytes of a deployed bundle without its tokenizer and descriptions."""
-    top = (path for path in folder.iterdir() if path.suffix not in _DESCRIPTIONS)
-    return sum(path.stat().st_size if path.is_file() else artifact.size(path) for path in top)
+    parts = (path for path in folder.iterdir() if path.suffix not in _DESCRIPTIONS)
+    return sum(path.stat().st_size if path.is_file() else artifact.size(path) for path in parts)
