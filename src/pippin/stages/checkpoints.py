@@ -14,9 +14,9 @@ from pippin import artifact, disk
 from pippin.artifact import Origin
 from pippin.engines import Weights
 from pippin.errors import PippinError
-from pippin.model.weights import Writer, file_tensors, read_tensor
+from pippin.stages.sealed import RECORD, DamagedError, check, seal, tensors
 
-STATE, PROGRESS, METRICS = "state.safetensors", "progress.json", "metrics.jsonl"
+METRICS = "metrics.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,10 +44,6 @@ class Found:
     position: Position
     state: Weights | None
     notices: tuple[str, ...]
-
-
-class _DamagedError(Exception):
-    """A checkpoint that cannot be used, and why."""
 
 
 def work_folder(folder: Path) -> Path:
@@ -89,26 +85,31 @@ class Store:
         self.metrics.touch()
         disk.sync_path(self.metrics)
         folder = self._step(position.step)
-        record = {"position": asdict(position), "origin": self._record(), "plan": self.plan}
-        _write(folder, state, record)
+        record = {
+            "position": asdict(position),
+            "origin": artifact.record(self.origin),
+            "plan": self.plan,
+        }
+        seal(folder, state, record)
         self._prune(position.step)
         return folder
 
     def save_best(self, step: int, weights: Weights) -> None:
         """Keep the weights after `step` as the best so far."""
-        _write(self._best(step), weights, {})
+        seal(self._best(step), weights, {})
         if not self._steps():
             self._prune_best({step})
 
     def best(self, step: int) -> Weights:
         """The weights that `save_best` kept after `step`."""
         try:
-            return _read(self._best(step))[1]
-        except _DamagedError as error:
+            check(self._best(step))
+        except DamagedError as error:
             raise PippinError(
                 f"the best weights in {self._best(step)} cannot be used: {error}",
                 "--redo train starts anew",
             ) from error
+        return tensors(self._best(step))
 
     def latest(self) -> Found:
         """The newest checkpoint that is whole; a notice for each that is not.
@@ -122,7 +123,7 @@ class Store:
         for folder in reversed(self._steps()):
             try:
                 position, state, changed = self._take(folder)
-            except _DamagedError as error:
+            except DamagedError as error:
                 notices.append(f"checkpoint {folder.name} is damaged ({error}): going back")
                 continue
             os.truncate(self.metrics, position.metrics_bytes)
@@ -132,21 +133,21 @@ class Store:
 
     def newest(self) -> Path | None:
         """The folder of the newest checkpoint."""
-        return max(self._steps(), default=None)
+        return max(self._steps(), key=_number, default=None)
 
     def _take(self, folder: Path) -> tuple[Position, Weights, list[str]]:
-        record, state = _read(folder)
+        record = check(folder)
         try:
             made, plan = record["origin"], record["plan"]
-            position = Position(**record["position"])
+            position = _position(record["position"])
         except (KeyError, TypeError) as error:
-            raise _DamagedError(f"{PROGRESS} lacks {error}") from error
+            raise DamagedError(f"{RECORD} lacks {error}") from error
         self._refuse_another(artifact.origin_differences(made, self.origin), plan)
         if position.best_step is not None:
-            _read(self._best(position.best_step))
+            check(self._best(position.best_step))
         if self._metrics_bytes() < position.metrics_bytes:
-            raise _DamagedError(f"{METRICS} is shorter than it was")
-        return position, state, self._upgrades(made)
+            raise DamagedError(f"{METRICS} is shorter than it was")
+        return position, tensors(folder), self._upgrades(made)
 
     def _refuse_another(self, changed: list[str], plan: str) -> None:
         if plan != self.plan and not changed:
@@ -165,9 +166,6 @@ class Store:
         note = "the checkpoint is from other versions, so bits may differ: "
         return [note + ", ".join(changes)] if names else []
 
-    def _record(self) -> dict[str, Any]:
-        return artifact.record(self.origin)
-
     def _metrics_bytes(self) -> int:
         return self.metrics.stat().st_size if self.metrics.exists() else 0
 
@@ -178,7 +176,7 @@ class Store:
         return self.folder / f"best-{step:06d}"
 
     def _steps(self) -> list[Path]:
-        return sorted(self.folder.glob("step-*"))
+        return sorted(self.folder.glob("step-[0-9]*"), key=_number)
 
     def _recover(self) -> None:
         """Clear what a kill left of a checkpoint being written, replaced or dropped."""
@@ -187,7 +185,7 @@ class Store:
 
     def _prune(self, step: int) -> None:
         """A damaged checkpoint after `step` is no reason to drop a good one before it."""
-        done = [folder for folder in self._steps() if folder <= self._step(step)]
+        done = [folder for folder in self._steps() if _number(folder) <= step]
         for folder in done[: -max(1, self.keep)]:
             disk.retire(folder)
         self._prune_best({_best_step(folder) for folder in self._steps()})
@@ -198,29 +196,18 @@ class Store:
             disk.retire(folder)
 
 
-def _write(folder: Path, tensors: Weights, record: dict[str, Any]) -> None:
-    with disk.whole(folder) as partial:
-        with Writer(partial, tensors, shard_bytes=2**63) as writer:
-            for name, tensor in tensors.items():
-                writer.write(name, tensor)
-        (partial / "model.safetensors").rename(partial / STATE)
-        record = {**record, "sha256": artifact.digest(partial / STATE)}
-        (partial / PROGRESS).write_text(json.dumps(record, indent=2) + "\n")
+def _number(folder: Path) -> int:
+    return int(folder.name.rpartition("-")[2])
 
 
-def _read(folder: Path) -> tuple[dict[str, Any], Weights]:
-    try:
-        record = json.loads((folder / PROGRESS).read_text())
-        if artifact.digest(folder / STATE) != record["sha256"]:
-            raise _DamagedError(f"{STATE} is not what was written")
-    except (OSError, ValueError, TypeError, KeyError, PippinError) as error:
-        raise _DamagedError(str(error)) from error
-    infos = file_tensors(folder / STATE)
-    return record, {name: read_tensor(info) for name, info in infos.items()}
+def _position(record: dict[str, Any]) -> Position:
+    values: dict[str, Any] = {**record}
+    values["recent"] = tuple(record["recent"])
+    return Position(**values)
 
 
 def _best_step(folder: Path) -> int | None:
     try:
-        return json.loads((folder / PROGRESS).read_text())["position"]["best_step"]
+        return json.loads((folder / RECORD).read_text())["position"]["best_step"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
