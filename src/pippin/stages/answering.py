@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from pippin.data.chat import Example
 from pippin.engines import Sampling, Scorer, Tokens
+from pippin.stages.exam import Asked
 from pippin.stages.scoring import groups
 
 
@@ -21,14 +21,14 @@ def answer_all(
         yield dict(zip(group, answers, strict=True))
 
 
-def compare(example: Example, prompt: str, answer: str) -> dict[str, Any]:
-    """A sample of scores.json. Equal means equal text, white space around both left out of it."""
+def compare(asked: Asked, answer: str) -> dict[str, Any]:
+    """A sample of scores.json. Equal is equal text, white space at both ends left out of it."""
     return {
-        "where": example.where,
-        "prompt": prompt,
+        "where": asked.where,
+        "prompt": asked.text,
         "answer": answer,
-        "reference": example.answer,
-        "equal": answer.strip() == example.answer.strip(),
+        "reference": asked.reference,
+        "equal": answer.strip() == asked.reference.strip(),
     }
 
 

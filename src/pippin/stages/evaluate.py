@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from pippin import artifact
-from pippin.engines import Sampling, Scorer, Tokens
+from pippin.engines import Sampling, Scorer
 from pippin.errors import PippinError
 from pippin.events import Event, Finished, Notice, Progress, Started
 from pippin.job import Job
 from pippin.model.tokenizer import Tokenizer, load_tokenizer
 from pippin.stages import distribution
 from pippin.stages.answering import answer_all, compare, exact_match
-from pippin.stages.exam import Exam, read_exam, shorten
-from pippin.stages.gates import check_gates
+from pippin.stages.exam import Asked, Exam, read_exam, shorten
+from pippin.stages.gates import check_gates, gate_of, limits
 from pippin.stages.loading import load_scorer
 from pippin.stages.scoring import Scored, Sheet, groups
 from pippin.stages.shipped import measure_shipped
@@ -42,7 +42,7 @@ def evaluate(job: Job) -> Iterator[Event]:
         yield from sitting.score(folder)
         yield from sitting.answer()
         (folder / SCORES).write_text(json.dumps(sitting.scores, indent=2) + "\n")
-        headline.update({k: v for k, v in sitting.scores.items() if not isinstance(v, list)})
+        headline.update({k: v for k, v in sitting.scores.items() if not isinstance(v, list | dict)})
     yield Finished(stage=job.stage, folder=str(job.folder), summary=headline)
     check_gates(job.subject, sitting.scores, job.recipe.gates)
 
@@ -59,7 +59,7 @@ def _exam(job: Job, tokenizer: Tokenizer) -> Exam:
     exam = read_exam(job.recipe, tokenizer)
     if "bundle" not in job.inputs:
         return exam
-    return shorten(exam, job.recipe.deploy.context, job.recipe.evaluate.max_tokens)
+    return shorten(exam, job.recipe)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -75,7 +75,7 @@ class _Sitting:
 
     def score(self, folder: Path) -> Iterator[Event]:
         """Loss, divergence and size; the own distribution goes into `folder`."""
-        sheet = Sheet(self.exam.samples, self._stored("parent"), self._topk())
+        sheet = Sheet(self.exam.samples, self._parent(), self._topk())
         lengths = [len(sample.tokens) for sample in self.exam.samples]
         for group in groups(lengths, self.job.recipe.evaluate.batch_rows):
             sheet.fill(self.scorer, group)
@@ -84,6 +84,15 @@ class _Sitting:
         distribution.save(folder, scored.distribution)
         self._note(scored)
         yield from self._note_gain(scored.distribution.loss)
+
+    def _parent(self) -> distribution.Distribution | None:
+        parent, k = self._stored("parent"), self._topk()
+        if parent is not None and parent.ids_NK.shape[1] != k:
+            raise PippinError(
+                f"{self.job.inputs['parent'].name} kept {parent.ids_NK.shape[1]} tokens, not {k}",
+                "`evaluate.topk` changed since: --redo evaluate",
+            )
+        return parent
 
     def _stored(self, role: str) -> distribution.Distribution | None:
         folder = self.job.inputs.get(role)
@@ -103,11 +112,9 @@ class _Sitting:
                 f"{self.job.subject}: the held-out loss is {loss}",
                 'the model overflows: set evaluate.dtype = "float32", or check its weights',
             )
-        parent = self.job.inputs.get("parent")
-        shipped = measure_shipped(self.job.inputs, (parent and read_scores(parent)) or {})
+        shipped = measure_shipped(self.job.inputs, self._parent_scores())
         self.scores |= {
             "subject": self.job.subject,
-            "split": self.exam.split,
             "rows": len(self.exam.samples),
             "tokens": int(scored.distribution.counts_S.sum()),
             "loss": loss,
@@ -118,7 +125,12 @@ class _Sitting:
             "size_bytes": shipped.size_bytes,
             "bits_per_weight": shipped.bits_per_weight,
             "weights": shipped.weights,
+            "gates": limits(gate_of(self.job.subject, self.job.recipe.gates)),
         }
+
+    def _parent_scores(self) -> dict[str, Any]:
+        folder = self.job.inputs.get("parent")
+        return {} if folder is None else read_scores(folder) or {}
 
     def _note_gain(self, loss: float) -> Iterator[Event]:
         base, tuned = self._stored("base"), self._stored("tuned")
@@ -134,28 +146,21 @@ class _Sitting:
 
     def answer(self) -> Iterator[Event]:
         """Greedy answers to the held-out questions, and to the recipe's prompts."""
-        settings, examples = self.job.recipe.evaluate, self.exam.examples
-        prompts = [example.prompt_T for example in examples]
-        texts = yield from self._greedy(prompts, settings.max_tokens)
-        samples = [
-            compare(*pair) for pair in zip(examples, self.exam.questions, texts, strict=True)
-        ]
-        answers = yield from self._greedy(self.exam.prompts, settings.prompt_tokens)
+        settings, exam = self.job.recipe.evaluate, self.exam
+        texts = yield from self._greedy(exam.questions, settings.max_tokens)
+        samples = [compare(*pair) for pair in zip(exam.questions, texts, strict=True)]
+        answers = yield from self._greedy(exam.prompts, settings.prompt_tokens)
+        pairs = zip(exam.prompts, answers, strict=True)
         self.scores |= {
             "exact_match": exact_match(samples),
             "answered": len(samples),
-            "answers": [
-                {"prompt": prompt, "answer": answer}
-                for prompt, answer in zip(settings.prompts, answers, strict=True)
-            ],
+            "answers": [{"prompt": asked.text, "answer": answer} for asked, answer in pairs],
             "samples": samples[:SAMPLES_KEPT],
         }
 
-    def _greedy(
-        self, prompts: Sequence[Tokens], max_tokens: int
-    ) -> Generator[Event, None, list[str]]:
-        sampling = Sampling(max_tokens=max_tokens, stop=self.tokenizer.stop_ids)
-        texts = [""] * len(prompts)
+    def _greedy(self, asked: Sequence[Asked], limit: int) -> Generator[Event, None, list[str]]:
+        sampling = Sampling(max_tokens=limit, stop=self.tokenizer.stop_ids)
+        prompts, texts = [one.prompt_T for one in asked], [""] * len(asked)
         rows = self.job.recipe.evaluate.batch_rows
         for answers in answer_all(self.scorer, prompts, sampling, rows):
             for index, ids in answers.items():

@@ -3,7 +3,8 @@
 Shape letters: T tokens.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from pathlib import Path
 
 from pippin.data.batches import Sample
 from pippin.data.chat import Example, examples, render_prompt, tokenize
@@ -18,61 +19,82 @@ DEPLOYED_TOKENS = 4000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Exam:
-    """`questions` are the examples' prompts as text; `notices` say what was left out, and why."""
+class Asked:
+    """A prompt as `prompt_T` token ids and as `text` without a template around it.
 
-    split: str
+    `reference` is the answer of the held-out row at `where`; a recipe's prompt has neither.
+    """
+
+    prompt_T: Tokens
+    text: str
+    reference: str = ""
+    where: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exam:
+    """Samples are scored, questions and prompts are answered; `notices` say what was left out."""
+
     samples: list[Sample]
-    examples: list[Example]
-    questions: list[str]
-    prompts: list[Tokens]
+    questions: list[Asked]
+    prompts: list[Asked]
     notices: list[str]
 
     @property
     def total(self) -> int:
         """Rows of work: each is scored, or answered."""
-        return len(self.samples) + len(self.examples) + len(self.prompts)
+        return len(self.samples) + len(self.questions) + len(self.prompts)
 
 
 def read_exam(recipe: Recipe, tokenizer: Tokenizer) -> Exam:
     """The exam of a recipe, equal for every stage. Raises DataError where no row can be scored."""
-    split, rows = _held_out(recipe)
-    scored = tokenize(rows[: recipe.evaluate.rows], tokenizer, recipe.data)
+    limits = recipe.evaluate
+    rows = load_split(recipe.data, recipe.folder, "test")
+    scored = tokenize(rows[: limits.rows], tokenizer, recipe.data)
     if not scored.samples:
         raise DataError(
-            f"the {split} split of {recipe.data.source} has no row that can be scored",
+            f"the test split of {recipe.data.source} has no row that can be scored",
             "give `data.test` rows with an answer, or raise data.max_seq_len",
         )
-    asked = examples(rows[: recipe.evaluate.generate_rows], tokenizer, recipe.data)
-    prompts = [render_prompt(text, tokenizer, recipe.data) for text in recipe.evaluate.prompts]
-    notices = [*scored.notices, *_out_of_reach(asked, tokenizer, recipe.evaluate.max_tokens)]
-    if split != "test":
-        notices.insert(0, f"no test split: measured on the {split} split")
+    asked = examples(rows[: limits.generate_rows], tokenizer, recipe.data)
     return Exam(
-        split=split,
-        samples=scored.samples,
-        examples=asked,
+        samples=scored.samples[: limits.rows],  # a document is one row and many samples
         questions=_questions(rows, asked),
-        prompts=prompts,
-        notices=notices,
+        prompts=[
+            Asked(prompt_T=render_prompt(text, tokenizer, recipe.data), text=text)
+            for text in limits.prompts
+        ],
+        notices=[
+            *_set_aside(recipe),
+            *scored.notices,
+            *_out_of_reach(asked, tokenizer, limits.max_tokens),
+        ],
     )
 
 
-def _questions(rows: list[Row], asked: list[Example]) -> list[str]:
-    """What was said to the model before the reference, without the template around it."""
-    said = {row.where: row.messages[-2]["content"] for row in rows if len(row.messages or ()) > 1}
-    return [said.get(example.where, "") for example in asked]
+def _set_aside(recipe: Recipe) -> list[str]:
+    place = find_splits(recipe.data, recipe.folder)["test"]
+    return [] if isinstance(place, Path) else [f"no test file: held-out rows are {place}"]
 
 
-def _held_out(recipe: Recipe) -> tuple[str, list[Row]]:
-    splits = find_splits(recipe.data, recipe.folder)
-    for split in ("test", "valid"):
-        if splits.get(split) is not None:
-            return split, load_split(recipe.data, recipe.folder, split)
-    raise DataError(
-        f"{recipe.data.source} has neither a test nor a validation split",
-        "give one with `data.test`",
-    )
+def _questions(rows: list[Row], asked: list[Example]) -> list[Asked]:
+    said = {row.where: _last_question(row) for row in rows}
+    return [
+        Asked(
+            prompt_T=example.prompt_T,
+            text=said.get(example.where, ""),
+            reference=example.answer,
+            where=example.where,
+        )
+        for example in asked
+    ]
+
+
+def _last_question(row: Row) -> str:
+    """What was said right before the last answer."""
+    messages = row.messages or ()
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i]
+    return str(messages[answers[-1] - 1].get("content", "")) if answers else ""
 
 
 def _out_of_reach(asked: list[Example], tokenizer: Tokenizer, max_tokens: int) -> list[str]:
@@ -85,44 +107,40 @@ def _out_of_reach(asked: list[Example], tokenizer: Tokenizer, max_tokens: int) -
     ]
 
 
-def shorten(exam: Exam, context: int, max_tokens: int, budget: int = DEPLOYED_TOKENS) -> Exam:
-    """The part of an exam that a deployed file of `context` tokens is given.
+def shorten(exam: Exam, recipe: Recipe, budget: int = DEPLOYED_TOKENS) -> Exam:
+    """The part of an exam that a deployed file is given.
 
-    Rows in order until `budget` tokens are read; questions that fit together with their answer.
+    Rows in order until `budget` tokens are read; what fits in its context together with an answer.
     """
-    samples, used = [], 0
-    for sample in exam.samples:
-        length = len(sample.tokens)
-        if length <= context and (used + length <= budget or not samples):
-            samples.append(sample)
-            used += length
-    if not samples:
-        raise DataError(
-            f"none of {len(exam.samples)} held-out rows fits a context of {context} tokens",
-            "raise deploy.context",
-        )
-    pairs = zip(exam.examples, exam.questions, strict=True)
-    fitting = [pair for pair in pairs if len(pair[0].prompt_T) + max_tokens <= context]
-    asked = [example for example, _ in fitting]
-    return replace(
-        exam,
-        samples=samples,
-        examples=asked,
-        questions=[question for _, question in fitting],
-        notices=[*exam.notices, *_left(exam, samples, asked)],
-    )
-
-
-def _left(exam: Exam, samples: list[Sample], asked: list[Example]) -> list[str]:
-    notices = []
+    context, limits = recipe.deploy.context, recipe.evaluate
+    samples = _affordable(exam.samples, context, budget)
+    questions = _fitting(exam.questions, context - limits.max_tokens)
+    prompts = _fitting(exam.prompts, context - limits.prompt_tokens)
+    notices = list(exam.notices)
     if len(samples) < len(exam.samples):
         notices.append(
             f"the deployed file scores {len(samples)} of {len(exam.samples)} held-out rows, "
             "and is compared with its parent on these"
         )
-    if len(asked) < len(exam.examples):
-        notices.append(
-            f"{len(exam.examples) - len(asked)} of {len(exam.examples)} questions do not fit "
-            "deploy.context with their answer and are not asked"
+    if left := len(exam.questions) + len(exam.prompts) - len(questions) - len(prompts):
+        notices.append(f"deploy.context = {context} is too short for {left} questions: not asked")
+    return Exam(samples=samples, questions=questions, prompts=prompts, notices=notices)
+
+
+def _affordable(samples: list[Sample], context: int, budget: int) -> list[Sample]:
+    taken, used = [], 0
+    for sample in samples:
+        length = len(sample.tokens)
+        if length <= context and (used + length <= budget or not taken):
+            taken.append(sample)
+            used += length
+    if not taken:
+        raise DataError(
+            f"none of {len(samples)} held-out rows fits a context of {context} tokens",
+            "raise deploy.context",
         )
-    return notices
+    return taken
+
+
+def _fitting(asked: list[Asked], room: int) -> list[Asked]:
+    return [one for one in asked if len(one.prompt_T) <= room]

@@ -36,14 +36,16 @@ def gate_of(subject: str, gates: Gates) -> Gate:
     return getattr(gates, gate_name(subject), Gate())
 
 
+def limits(gate: Gate) -> dict[str, float]:
+    """The limits that are set, by name."""
+    named = {field.name: getattr(gate, field.name) for field in fields(gate)}
+    return {name: bound for name, bound in named.items() if bound is not None}
+
+
 def missed(scores: Mapping[str, Any], gate: Gate) -> list[str]:
     """Every missed limit in words; a limit on what was not measured counts as missed."""
-    found = []
-    for limit in (field.name for field in fields(Gate)):
-        bound = getattr(gate, limit)
-        if bound is not None and (text := _missed(scores, limit, bound)):
-            found.append(text)
-    return found
+    found = (_missed(scores, limit, bound) for limit, bound in limits(gate).items())
+    return [text for text in found if text]
 
 
 def _missed(scores: Mapping[str, Any], limit: str, bound: float) -> str | None:

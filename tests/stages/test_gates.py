@@ -1,0 +1,54 @@
+"""Gates: every missed limit is named with its figures, a kept one is silent."""
+
+import math
+
+import pytest
+
+from pippin.errors import GateError
+from pippin.recipe import Gate, Gates
+from pippin.stages.gates import check_gates, missed
+
+SCORES = {"kl": 0.0312, "top1": 0.81, "gain_kept": 0.95, "exact_match": 0.66}
+
+
+@pytest.mark.parametrize(
+    ("gate", "words"),
+    [
+        (Gate(max_kl=0.03), "KL 0.0312 > max_kl 0.03"),
+        (Gate(min_top1=0.9), "top-1 agreement 0.810 < min_top1 0.9"),
+        (Gate(min_gain_kept=0.96), "gain kept 0.950 < min_gain_kept 0.96"),
+        (Gate(min_exact_match=0.7), "exact match 0.660 < min_exact_match 0.7"),
+    ],
+)
+def test_a_missed_limit_is_named_with_both_figures(gate, words):
+    assert missed(SCORES, gate) == [words]
+
+
+def test_limits_that_are_just_kept_are_kept():
+    gate = Gate(max_kl=0.0312, min_top1=0.81, min_gain_kept=0.95, min_exact_match=0.66)
+    assert missed(SCORES, gate) == []
+    assert missed({}, Gate()) == []
+
+
+def test_nan_and_unmeasured_miss():
+    assert missed({"kl": math.nan}, Gate(max_kl=1.0))
+    assert missed({"exact_match": None}, Gate(min_exact_match=0.0)) == [
+        "exact match was not measured, min_exact_match is 0.0"
+    ]
+
+
+def test_all_misses_come_in_one_error_with_a_way_out():
+    gates = Gates(quantized=Gate(max_kl=0.01, min_top1=0.9))
+    with pytest.raises(GateError) as caught:
+        check_gates("quantized", SCORES, gates)
+    assert caught.value.message == (
+        "quantized: KL 0.0312 > max_kl 0.01; top-1 agreement 0.810 < min_top1 0.9"
+    )
+    assert "quantize.bits" in caught.value.hint
+
+
+def test_every_target_shares_the_deployed_gate_and_the_base_has_none():
+    gates = Gates(deployed=Gate(min_top1=0.9))
+    with pytest.raises(GateError, match="deployed-executorch: top-1"):
+        check_gates("deployed-executorch", SCORES, gates)
+    check_gates("base", SCORES, gates)
