@@ -1,0 +1,274 @@
+"""LoRA adapters as plain arrays in PEFT's folder format, drawn once here for every engine.
+
+Shape letters: I input features, O output features, R rank.
+"""
+
+import difflib
+import fnmatch
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pippin.errors import ModelError, UsageError
+from pippin.model import names
+from pippin.model.config import read_config
+from pippin.model.weights import Checkpoint, Writer, file_tensors, read_tensor
+from pippin.recipe import Lora
+
+Weights: TypeAlias = dict[str, NDArray[Any]]
+
+BASE = "base.json"
+# Switches of PEFT's LoRA that change the arithmetic, and the value under which they do not.
+_PLAIN = {
+    "use_dora": False,
+    "bias": "none",
+    "modules_to_save": None,
+    "lora_bias": False,
+    "use_qalora": False,
+    "layer_replication": None,
+    "target_parameters": None,
+    "trainable_token_indices": None,
+    "alora_invocation_tokens": None,
+    "use_bdlora": None,
+    "arrow_config": None,
+}
+# Initialisations that change the base weights: the adapter alone does not tell the model.
+_MOVED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Base:
+    """The model an adapter belongs to: how it was named, and the digest of its folder."""
+
+    name: str
+    digest: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adapter:
+    """A loaded adapter: `<linear>.lora_A.weight` (R, I) and `<linear>.lora_B.weight` (O, R).
+
+    All are float32. `embeddings` names the pairs that belong to an embedding: B is (V, R), A is (R, D),
+    so the update of any weight is scale_of(name) * B @ A.
+    """
+
+    weights: Weights
+    rank: int
+    scale_of: Callable[[str], float]
+    raw: dict[str, Any]
+    base: Base | None
+    embeddings: frozenset[str] = frozenset()
+
+    @property
+    def linears(self) -> list[str]:
+        """The adapted modules, by the names their weights have without `.weight`."""
+        return sorted({name.rpartition(".lora_")[0] for name in self.weights}, key=names.natural)
+
+
+def adapted_linears(checkpoint: Checkpoint, lora: Lora) -> dict[str, tuple[int, int]]:
+    """Every linear that gets an adapter, and its (inputs, outputs), in the order of the layers.
+
+    `lora.targets` are last names (`q_proj`), patterns over full names (`model.layers.1?.*`), or
+    `all-linear`: every linear of the decoder layers. Raises UsageError for one that names none.
+    """
+    model_type = read_config(checkpoint.folder).model_type
+    linears: dict[str, tuple[int, int]] = {}
+    for tensor in sorted(checkpoint.tensors, key=names.natural):
+        shape = checkpoint.tensors[tensor].shape
+        if names.is_linear(tensor, shape):
+            name = names.module(tensor)
+            swap = names.is_transposed(model_type, name)
+            linears[name] = (shape[0], shape[1]) if swap else (shape[1], shape[0])
+    chosen = {name for target in lora.targets for name in _matches(target, linears)}
+    return {name: shape for name, shape in linears.items() if name in chosen}
+
+
+def new_adapter(linears: Mapping[str, tuple[int, int]], lora: Lora, seed: int) -> Weights:
+    """A uniform within 1 / sqrt(inputs), as peft draws it; B zero; all float32."""
+    rng = np.random.default_rng(seed)
+    weights: Weights = {}
+    for name, (inputs, outputs) in linears.items():
+        bound = inputs**-0.5
+        a_RI = rng.uniform(-bound, bound, (lora.rank, inputs))
+        weights[f"{name}.lora_A.weight"] = a_RI.astype(np.float32)
+        weights[f"{name}.lora_B.weight"] = np.zeros((outputs, lora.rank), np.float32)
+    return weights
+
+
+def save_adapter(folder: Path, lora: Lora, weights: Weights, base: Base) -> None:
+    """Write a PEFT folder, and beside PEFT's two files the base it was trained on."""
+    tensors = {names.PEFT_PREFIX + name: weights[name] for name in sorted(weights)}
+    with Writer(folder, tensors) as writer:
+        for name, tensor in tensors.items():
+            writer.write(name, tensor)
+    (folder / "model.safetensors").rename(folder / names.ADAPTER_WEIGHTS)
+    modules = {name.rpartition(".lora_")[0] for name in weights}
+    # A list of last names means the same linears to peft, unless a pattern chose among them.
+    by_last = not any("*" in target or "." in target for target in lora.targets)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base.name,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "use_rslora": lora.rslora,
+        "target_modules": sorted({names.last(m) for m in modules} if by_last else modules),
+        "bias": "none",
+        "fan_in_fan_out": any(names.is_transposed("gpt2", name) for name in modules),
+        "inference_mode": True,
+    }
+    (folder / names.ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    (folder / BASE).write_text(json.dumps(asdict(base), indent=2) + "\n")
+
+
+def load_adapter(folder: Path) -> Adapter:
+    """A PEFT folder, ours or another's. Raises ModelError for what cannot be applied, by name."""
+    raw = _read_config(folder)
+    _refuse_unknown(folder, raw)
+    weights: Weights = {}
+    embeddings = set()
+    for key, info in file_tensors(_weights_file(folder)).items():
+        linear, part = _parse_key(folder, key)
+        tensor = read_tensor(info).astype(np.float32)
+        if part in ("embedding_A", "embedding_B"):
+            # peft keeps (R, V) and (D, R) and applies their product transposed.
+            part = "B" if part == "embedding_A" else "A"
+            tensor = np.ascontiguousarray(tensor.T)
+            embeddings.add(linear)
+        weights[f"{linear}.lora_{part}.weight"] = tensor
+    _check_pairs(folder, weights)
+    return Adapter(
+        weights=weights,
+        rank=raw["r"],
+        scale_of=_scales(raw, weights),
+        raw=raw,
+        base=_read_base(folder, raw),
+        embeddings=frozenset(embeddings),
+    )
+
+
+def _matches(target: str, linears: Mapping[str, Any]) -> list[str]:
+    if target == "all-linear":
+        found = [name for name in linears if not names.is_head(name)]
+    elif "*" in target or "?" in target:
+        found = [name for name in linears if fnmatch.fnmatchcase(name, target)]
+    else:
+        found = [name for name in linears if name == target or name.endswith(f".{target}")]
+    if not found:
+        known = sorted({names.last(name) for name in linears})
+        close = difflib.get_close_matches(target, [*known, "all-linear"], n=1)
+        ask = f"did you mean {close[0]}? " if close else ""
+        raise UsageError(
+            f"lora.targets: no linear of this model matches {target!r}",
+            f"{ask}its linears are {', '.join(known)}",
+        )
+    return found
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / names.ADAPTER_CONFIG
+    try:
+        raw = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ModelError(
+            f"{folder} is no adapter: it has no {names.ADAPTER_CONFIG}", "give a PEFT folder"
+        ) from None
+    except ValueError as error:
+        raise ModelError(f"{path} is not JSON: {error}", "save the adapter again") from error
+    if not isinstance(raw, dict) or not isinstance(raw.get("r", 0), int):
+        raise ModelError(f"{path} is no PEFT configuration", "save the adapter again")
+    return raw
+
+
+def _refuse_unknown(folder: Path, raw: dict[str, Any]) -> None:
+    kind = raw.get("peft_type")
+    if kind != "LORA":
+        raise ModelError(f"{folder} is an adapter of type {kind}", "pippin applies LoRA adapters")
+    for switch, plain in _PLAIN.items():
+        value = raw.get(switch, plain)
+        if value != plain and value:
+            raise ModelError(
+                f"{folder} uses {switch} = {value!r}, which pippin does not apply",
+                "merge it with peft and start from the merged model",
+            )
+    start = raw.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(_MOVED_BASE):
+        raise ModelError(
+            f"{folder} was started with init_lora_weights = {start!r}, which changes the base",
+            "convert it to a plain LoRA with peft, or merge it there",
+        )
+
+
+def _weights_file(folder: Path) -> Path:
+    path = folder / names.ADAPTER_WEIGHTS
+    if not path.exists():
+        raise ModelError(
+            f"{folder} has no {names.ADAPTER_WEIGHTS}",
+            "pickled adapters are not read: save it as safetensors with peft",
+        )
+    return path
+
+
+def _parse_key(folder: Path, key: str) -> tuple[str, str]:
+    found = re.fullmatch(
+        r"(?:base_model\.model\.)?(.+)\.lora_(A|B|embedding_A|embedding_B)(?:\.default)?(?:\.weight)?",
+        key,
+    )
+    if found is None:
+        raise ModelError(
+            f"{folder} holds {key}, which is no LoRA matrix",
+            "merge it with peft and start from the merged model",
+        )
+    return found[1].replace(".base_layer", ""), found[2]
+
+
+def _check_pairs(folder: Path, weights: Weights) -> None:
+    for name, tensor in weights.items():
+        linear, _, part = name.rpartition(".lora_")
+        other = weights.get(f"{linear}.lora_{'B' if part.startswith('A') else 'A'}.weight")
+        if other is None or tensor.ndim != 2 or other.ndim != 2:
+            raise ModelError(f"{folder}: {name} is not half of a pair", "save the adapter again")
+        if part.startswith("A") and tensor.shape[0] != other.shape[1]:
+            raise ModelError(
+                f"{folder}: {linear} has ranks {tensor.shape[0]} and {other.shape[1]}",
+                "save the adapter again",
+            )
+    if not weights:
+        raise ModelError(f"{folder} holds no tensors", "save the adapter again")
+
+
+def _scales(raw: dict[str, Any], weights: Weights) -> Callable[[str], float]:
+    ranks = {
+        name.removesuffix(".lora_A.weight"): tensor.shape[0]
+        for name, tensor in weights.items()
+        if name.endswith(".lora_A.weight")
+    }
+
+    def scale_of(linear: str) -> float:
+        rank = ranks[linear]
+        alpha = _by_pattern(raw.get("alpha_pattern") or {}, linear, raw["lora_alpha"])
+        return float(alpha) / (rank**0.5 if raw.get("use_rslora") else rank)
+
+    return scale_of
+
+
+def _by_pattern(patterns: dict[str, Any], linear: str, default: Any) -> Any:
+    for pattern, value in patterns.items():
+        if re.match(rf"(.*\.)?({pattern})$", linear):
+            return value
+    return default
+
+
+def _read_base(folder: Path, raw: dict[str, Any]) -> Base | None:
+    try:
+        return Base(**json.loads((folder / BASE).read_text()))
+    except (OSError, ValueError, TypeError):
+        name = raw.get("base_model_name_or_path")
+        return Base(name=name, digest="") if name else None

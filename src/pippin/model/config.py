@@ -1,0 +1,142 @@
+"""The architecture of a model, read from its config.json."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pippin.errors import ModelError
+from pippin.model.names import CONFIG
+
+# Other spellings of the same figure, by family; the first that is there counts.
+_SPELLINGS = {
+    "num_layers": ("num_hidden_layers", "n_layer", "n_layers"),
+    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "num_heads": ("num_attention_heads", "n_head", "n_heads"),
+    "vocab_size": ("vocab_size",),
+}
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """What pippin needs to know of an architecture; `raw` is the whole config.json."""
+
+    architecture: str
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    tied_embeddings: bool
+    max_positions: int | None
+    dtype: str
+    sliding_window: int | None
+    quantization: dict[str, Any] | None
+    raw: dict[str, Any]
+
+
+def read_raw(folder: Path) -> dict[str, Any]:
+    """config.json as it stands. Raises ModelError where there is none, or it is no JSON object."""
+    path = folder / CONFIG
+    try:
+        raw = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ModelError(
+            f"{folder} has no {CONFIG}", "give a folder in Hugging Face's format"
+        ) from None
+    except ValueError as error:
+        raise ModelError(f"{path} is not JSON: {error}", "fetch the model again") from error
+    if not isinstance(raw, dict):
+        raise ModelError(f"{path} holds no JSON object", "fetch the model again")
+    return raw
+
+
+def write_raw(folder: Path, raw: dict[str, Any]) -> None:
+    """Write config.json."""
+    (folder / CONFIG).write_text(json.dumps(raw, indent=2) + "\n")
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The architecture. Raises ModelError for a missing file or figure."""
+    return parse_config(read_raw(folder), folder)
+
+
+def parse_config(raw: dict[str, Any], folder: Path) -> ModelConfig:
+    """The architecture of a config.json; a multimodal one gives its text model's."""
+    text = raw | raw["text_config"] if isinstance(raw.get("text_config"), dict) else raw
+    figure = {name: _figure(text, spellings, folder) for name, spellings in _SPELLINGS.items()}
+    hidden, heads = figure["hidden_size"], figure["num_heads"]
+    inner = text.get("intermediate_size") or text.get("n_inner") or 4 * hidden
+    return ModelConfig(
+        architecture=(raw.get("architectures") or [""])[0],
+        model_type=text.get("model_type", ""),
+        num_layers=figure["num_layers"],
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_heads=heads,
+        num_kv_heads=text.get("num_key_value_heads") or heads,
+        head_dim=text.get("head_dim") or hidden // heads,
+        vocab_size=figure["vocab_size"],
+        tied_embeddings=_tied(raw, text),
+        max_positions=next((text[key] for key in _POSITIONS if text.get(key)), None),
+        dtype=text.get("dtype") or text.get("torch_dtype") or "float32",
+        sliding_window=_window(text),
+        quantization=raw.get("quantization"),
+        raw=raw,
+    )
+
+
+def untied(raw: dict[str, Any]) -> dict[str, Any]:
+    """The config of the same model with a head of its own."""
+    changed = raw | {"tie_word_embeddings": False}
+    if isinstance(raw.get("text_config"), dict):
+        changed["text_config"] = raw["text_config"] | {"tie_word_embeddings": False}
+    return changed
+
+
+def with_dtype(raw: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """The config with the dtype its tensors have, under the old and the new spelling."""
+    return raw | {"dtype": dtype, "torch_dtype": dtype}
+
+
+def with_rope_keys(raw: dict[str, Any]) -> dict[str, Any]:
+    """The config with rope's figures at top level too, where mlx-lm looks for them.
+
+    transformers 5 writes `rope_parameters`; a reader that does not know the key falls back to a
+    theta of 10000 and computes other logits without a word.
+    """
+    rope = raw.get("rope_parameters")
+    if not isinstance(rope, dict) or any(isinstance(v, dict) for v in rope.values()):
+        return raw
+    changed = dict(raw)
+    if "rope_theta" in rope:
+        changed["rope_theta"] = rope["rope_theta"]
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    if scaling.get("rope_type", "default") != "default":
+        changed["rope_scaling"] = scaling
+    return changed
+
+
+def _figure(text: dict[str, Any], spellings: tuple[str, ...], folder: Path) -> int:
+    for key in spellings:
+        if isinstance(text.get(key), int):
+            return text[key]
+    raise ModelError(
+        f"{folder / CONFIG} has no {spellings[0]}",
+        "pippin adapts decoder language models; this config describes something else",
+    )
+
+
+def _tied(raw: dict[str, Any], text: dict[str, Any]) -> bool:
+    # transformers' own default when a config is silent is tied for these families alone.
+    silent = text.get("model_type") in ("gpt2", "openai-gpt", "gemma", "gemma2", "gemma3_text")
+    return bool(raw.get("tie_word_embeddings", text.get("tie_word_embeddings", silent)))
+
+
+def _window(text: dict[str, Any]) -> int | None:
+    window = text.get("sliding_window")
+    return window if window and text.get("use_sliding_window", True) else None
