@@ -54,8 +54,8 @@ class Base:
 class Adapter:
     """A loaded adapter: `<linear>.lora_A.weight` (R, I) and `<linear>.lora_B.weight` (O, R).
 
-    All are float32. `embeddings` names the pairs that belong to an embedding: B is (V, R), A is (R, D),
-    so the update of any weight is scale_of(name) * B @ A.
+    All are float32. `embeddings` names the pairs that belong to an embedding: B is (V, R) there and
+    A (R, D), so that the update of any weight is scale_of(name) * B @ A.
     """
 
     weights: Weights

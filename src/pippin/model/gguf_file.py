@@ -59,7 +59,7 @@ def open_gguf(path: Path) -> GgufFile:
     arch = fields.get("general.architecture", "")
     if arch not in _ARCHITECTURES:
         raise ModelError(
-            f"{path} is a {arch or 'nameless'} model; pippin reads {', '.join(_ARCHITECTURES)} as GGUF",
+            f"{path} is a {arch or 'nameless'} model, and not {', '.join(_ARCHITECTURES)}",
             "give the model's safetensors folder or hub id",
         )
     tensors = {tensor.name: tensor for tensor in reader.tensors}
@@ -170,6 +170,7 @@ def _write_tokenizer(file: GgufFile, folder: Path) -> None:
     from transformers import AutoTokenizer, GenerationConfig
 
     tokenizer = AutoTokenizer.from_pretrained(file.path.parent, gguf_file=file.path.name)
+    assert tokenizer is not None
     tokenizer.save_pretrained(folder)
     GenerationConfig(
         bos_token_id=_token_id(file, "bos"),

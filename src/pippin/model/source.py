@@ -103,12 +103,11 @@ def _builtin(name: str) -> Path:
 
 
 def _download(repo: str, revision: str | None, folder: Path) -> Iterator[str]:
-    import httpx
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
-        HfHubHTTPError,
         HFValidationError,
+        HTTPError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
         RevisionNotFoundError,
@@ -131,7 +130,7 @@ def _download(repo: str, revision: str | None, folder: Path) -> Iterator[str]:
         raise ModelError(
             f"{repo} is no folder here and not on the hub", "check model.source for a typo"
         ) from error
-    except (LocalEntryNotFoundError, HfHubHTTPError, httpx.HTTPError) as error:
+    except (LocalEntryNotFoundError, HTTPError) as error:
         raise ModelError(
             f"{repo} could not be fetched from the hub and is not in its cache",
             "check the connection, or give a local folder",

@@ -132,7 +132,7 @@ def row_chunks(tensor: Shaped, chunk_bytes: int) -> Iterator[tuple[int, int]]:
 def read_tensor(info: TensorInfo) -> NDArray[Any]:
     """The tensor in memory of its own."""
     tensor = np.empty(math.prod(info.shape) * info.dtype.itemsize, np.uint8)
-    view = memoryview(tensor)
+    view = tensor.data
     with info.file.open("rb", buffering=0) as file:
         file.seek(info.start)
         done = 0
