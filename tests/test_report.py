@@ -114,3 +114,168 @@ def test_table_holds_every_figure_as_text(tmp_path):
         "gates": "passed",
     }
     assert rows[0]["kl"] == rows[0]["gates"] == "\u2013"
+
+
+def test_a_missed_gate_shows_and_unknown_gates_come_from_the_scores(tmp_path):
+    run = make_run(tmp_path)
+    strict = Gates(quantized=Gate(max_kl=0.01))
+    assert summary_table(run, strict)[3]["gates"] == "missed"
+    assert summary_table(run)[3]["gates"] == "passed"
+    assert summary_table(run)[2]["gates"] == "\u2013"
+
+
+def test_answers_to_a_prompt_stand_by_stage(tmp_path):
+    ((prompt, answers),) = answers_table(make_run(tmp_path))
+    assert prompt == PROMPT
+    assert list(answers) == list(SUBJECTS)
+    assert answers["merged"] == "answer of merged <i>"
+
+
+class Page(HTMLParser):
+    """The text of a page, and every attribute that could reach out of it."""
+
+    VOID = ("meta", "link", "br", "img", "input", "hr")
+
+    def __init__(self, html):
+        super().__init__()
+        self.text, self.open, self.references = [], [], []
+        self.feed(html)
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in self.VOID:
+            self.open.append(tag)
+        names = ("src", "href", "xlink:href", "action", "srcset", "data")
+        self.references += [value for name, value in attrs if name in names]
+        assert tag not in ("script", "iframe", "link", "img", "object")
+
+    def handle_startendtag(self, tag, attrs):
+        pass
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def read_page(run, recipe=RECIPE):
+    html = write_report(run, "sql <&> run", recipe).read_text()
+    return html, Page(html)
+
+
+def test_page_is_well_formed_and_reaches_for_nothing(tmp_path):
+    html, page = read_page(make_run(tmp_path))
+    assert page.open == []
+    assert page.references == []
+    assert "http" not in html
+    assert "url(" not in html
+    assert "@import" not in html
+
+
+def test_every_text_from_elsewhere_is_escaped(tmp_path):
+    html, page = read_page(make_run(tmp_path))
+    for raw in ("<b>5</b>", "<i>", "The table <shows>", "data/<sql>", "sql <&> run"):
+        assert raw not in html
+        assert raw in "".join(page.text)
+
+
+def test_page_holds_every_figure_of_the_table(tmp_path):
+    run = make_run(tmp_path)
+    _, page = read_page(run)
+    text = "".join(page.text)
+    for row in summary_table(run, RECIPE.gates):
+        assert all(value in text for value in row.values())
+
+
+def test_verdicts_of_a_good_run(tmp_path):
+    text = "".join(read_page(make_run(tmp_path))[1].text)
+    for title in (
+        "Every gate was kept",
+        "Tuned beats base",
+        "Merged equals adapter",
+        "Quantized within its gates",
+        "Deployed equals quantized",
+        "held-out loss 1.831 → 0.210",
+    ):
+        assert title in text
+
+
+def test_verdicts_of_a_run_that_lost_something(tmp_path):
+    run = make_run(tmp_path, SUBJECTS[:4])
+    recipe = Recipe(
+        model=RECIPE.model, data=RECIPE.data, gates=Gates(quantized=Gate(min_top1=0.99))
+    )
+    text = "".join(read_page(run, recipe)[1].text)
+    assert "One hand-off lost something" in text
+    assert "Quantized misses its gates" in text
+    assert "top-1 agreement 0.951 < min_top1 0.99" in text
+    assert "not measured yet" in text
+
+
+@pytest.mark.parametrize("subjects", [(), SUBJECTS[:1], SUBJECTS[:2]])
+def test_a_run_that_has_begun_has_a_page(tmp_path, subjects):
+    text = "".join(read_page(make_run(tmp_path, subjects))[1].text)
+    assert "On its way" in text
+
+
+def test_an_empty_folder_has_a_page(tmp_path):
+    _, page = read_page(tmp_path)
+    assert "0 of 4 hand-offs measured so far" in "".join(page.text)
+
+
+def test_wrong_answers_are_marked_wrong(tmp_path):
+    html, _ = read_page(make_run(tmp_path))
+    assert html.count('class="tag">wrong') == 7
+    assert html.count('class="tag">right') == 28
+
+
+def test_chain_names_the_stage_behind_a_digest(tmp_path):
+    run = make_run(tmp_path)
+    html, _ = read_page(run)
+    digest = artifact.digest(run / "train")[:12]
+    assert re.search(rf"model: train\s*<code>{digest}", html)
+
+
+def test_curves_are_drawn_and_a_cut_off_line_is_none(tmp_path):
+    html, page = read_page(make_run(tmp_path))
+    assert html.count("<figure>") == 4
+    assert html.count('class="dot k2"') == 4
+    assert "Loss, nats a token" in "".join(page.text)
+
+
+def test_ticks_are_round_and_inside():
+    chart = line_chart("t", "x", {"a": [(1, 0.31), (50, 2.4), (97, 0.2)]})
+    assert [label for _, label in chart.y_ticks] == ["0", "1", "2", "3"]
+    frame = chart.frame
+    assert all(frame["top"] <= y <= frame["bottom"] for y, _ in chart.y_ticks)
+    assert all(frame["left"] <= x <= frame["right"] for x, _ in chart.x_ticks)
+    assert [label for _, label in chart.x_ticks] == ["50"]
+
+
+@pytest.mark.parametrize("value", [0.0, 3.0, 2e-4, -1.0])
+def test_a_level_curve_has_a_scale(value):
+    chart = line_chart("t", "x", {"a": [(1, value), (2, value)]})
+    assert len(chart.y_ticks) >= 2
+    assert all(0 < y < chart.height for _, y in chart.lines[0].dots)
+
+
+def test_a_curve_of_nothing_is_no_chart():
+    assert line_chart("t", "x", {"a": [], "b": [(1, float("nan"))]}) is None
+
+
+def test_long_curves_are_thinned_by_means():
+    chart = line_chart("t", "x", {"a": [(x, float(x % 2)) for x in range(10_000)]})
+    points = re.findall(r"[ML]", chart.lines[0].path)
+    assert len(points) <= 240
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (91_300_000, "91 MB"), (2_340_000_000, "2.34 GB")],
+)
+def test_bytes_as_people_read_them(count, text):
+    assert byte_text(count) == text
+
+
+def test_small_figures_are_not_rounded_to_nothing(tmp_path):
+    assert summary_table(make_run(tmp_path))[2]["kl"] == "4e-05"
