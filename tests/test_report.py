@@ -12,7 +12,6 @@ from pippin.artifact import Origin
 from pippin.recipe import Data, Gate, Gates, Model, Recipe
 from pippin.report import COLUMNS, answers_table, summary_table, write_report
 from pippin.report.charts import line_chart
-from pippin.report.table import byte_text
 
 PROMPT = "table: t1\ncolumns: Player, No.\nQ: Who wears <b>5</b> & 6?"
 SUBJECTS = ("base", "adapter", "merged", "quantized", "deployed-executorch")
@@ -106,11 +105,11 @@ def test_table_holds_every_figure_as_text(tmp_path):
         "loss": "0.239",
         "perplexity": "1.27",
         "kl": "0.0312",
-        "top1": "95.1 %",
-        "exact_match": "66 %",
+        "top1": "95.1%",
+        "exact_match": "66%",
         "size_bytes": "91 MB",
         "bits_per_weight": "5.43",
-        "gain_kept": "98.2 %",
+        "gain_kept": "98.2%",
         "gates": "passed",
     }
     assert rows[0]["kl"] == rows[0]["gates"] == "\u2013"
@@ -267,14 +266,6 @@ def test_long_curves_are_thinned_by_means():
     chart = line_chart("t", "x", {"a": [(x, float(x % 2)) for x in range(10_000)]})
     points = re.findall(r"[ML]", chart.lines[0].path)
     assert len(points) <= 240
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (91_300_000, "91 MB"), (2_340_000_000, "2.34 GB")],
-)
-def test_bytes_as_people_read_them(count, text):
-    assert byte_text(count) == text
 
 
 def test_small_figures_are_not_rounded_to_nothing(tmp_path):

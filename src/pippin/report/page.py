@@ -8,12 +8,12 @@ from typing import Any
 
 from pippin import __version__, artifact
 from pippin.disk import disk_errors
+from pippin.figures import bytes_text
 from pippin.recipe import Recipe
 from pippin.report.charts import Chart, line_chart
 from pippin.report.table import (
     COLUMNS,
     answers_table,
-    byte_text,
     read_all_scores,
     read_json,
     summary_table,
@@ -121,7 +121,7 @@ def _bundle(path: Path) -> dict[str, Any]:
     delegation = said.get("delegation")
     return {
         "name": path.parent.name,
-        "files": [(p.name, byte_text(p.stat().st_size)) for p in files],
+        "files": [(p.name, bytes_text(p.stat().st_size)) for p in files],
         "facts": plain,
         "delegation": delegation if isinstance(delegation, dict) else {},
     }

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from pippin.figures import bytes_text
 from pippin.recipe import Gate, Gates
 from pippin.stages.gates import gate_name, missed
 
@@ -75,21 +76,12 @@ def figure(key: str, value: float | None) -> str:
         return NONE
     _, decimals, unit = _FIGURES[key]
     if unit == "B":
-        return byte_text(value)
+        return bytes_text(value)
     if unit == "%":
-        return f"{100 * value:.{decimals}f} %"
+        return f"{100 * value:.{decimals}f}%"
     if 0 < abs(value) < 5 * 10.0**-decimals:
         return f"{value:.0e}"
     return f"{value:.{decimals}f}"
-
-
-def byte_text(count: float) -> str:
-    """Bytes in the largest unit that leaves a digit before the point (powers of 1000)."""
-    for unit in ("B", "kB", "MB"):
-        if count < 999.5:
-            return f"{count:.0f} {unit}"
-        count /= 1000
-    return f"{count:.2f} GB"
 
 
 def _row(name: str, scores: dict[str, Any], gates: Gates | None) -> dict[str, str]:

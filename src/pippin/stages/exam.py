@@ -107,13 +107,13 @@ def _out_of_reach(asked: list[Example], tokenizer: Tokenizer, max_tokens: int) -
     ]
 
 
-def shorten(exam: Exam, recipe: Recipe, budget: int = DEPLOYED_TOKENS) -> Exam:
+def shorten(exam: Exam, recipe: Recipe) -> Exam:
     """The part of an exam that a deployed file is given.
 
-    Rows in order until `budget` tokens are read; what fits in its context together with an answer.
+    Rows in order until DEPLOYED_TOKENS are read; what fits in its context together with an answer.
     """
     context, limits = recipe.deploy.context, recipe.evaluate
-    samples = _affordable(exam.samples, context, budget)
+    samples = _affordable(exam.samples, context, DEPLOYED_TOKENS)
     questions = _fitting(exam.questions, context - limits.max_tokens)
     prompts = _fitting(exam.prompts, context - limits.prompt_tokens)
     notices = list(exam.notices)
