@@ -1,0 +1,263 @@
+"""Speaking: what is found in a folder, where answers stop, what is kept of a conversation."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from pippin.artifact import Origin, writing
+from pippin.engines import Sampling
+from pippin.errors import DataError, ModelError
+from pippin.model.tokenizer import load_tokenizer
+from pippin.recipe import Data, Model, Recipe
+from pippin.stages import loading
+from pippin.stages.generate import Conversation, Speaker, load_speaker
+from pippin.stages.newest import find
+
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+SPECIAL = ("<end>", "<user>", "<bot>", "<system>")
+TEMPLATE = (
+    "{% for m in messages %}"
+    "{{ {'user': '<user>', 'assistant': '<bot>', 'system': '<system>'}[m.role] }}"
+    "{{ m.content }}<end>{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
+)
+
+
+@dataclass
+class Script:
+    """A scorer that says one text, the end token, then nonsense; it notes what it was asked."""
+
+    ids: list[int]
+    asked: list = field(default_factory=list)
+
+    def generate(self, prompts, sampling):
+        self.asked.append((prompts[0], sampling))
+        for step, token in enumerate([*self.ids, 256, 0, 0]):
+            if step == sampling.max_tokens or token in sampling.stop:
+                return
+            yield [token]
+
+
+def write_model(folder: Path, template: str | None = TEMPLATE, context: int = 64) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    sizes = {"num_hidden_layers": 1, "hidden_size": 4, "num_attention_heads": 1}
+    config = {"model_type": "llama", "vocab_size": 260, "max_position_embeddings": context, **sizes}
+    (folder / "config.json").write_text(json.dumps(config))
+    vocab = {c: i for i, c in enumerate(ALPHABET)} | {s: 256 + i for i, s in enumerate(SPECIAL)}
+    backend = Backend(models.BPE(vocab, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<end>", additional_special_tokens=list(SPECIAL[1:])
+    )
+    fast.chat_template = template
+    fast.save_pretrained(folder)
+    return folder
+
+
+def make_speaker(tmp_path, says="Grüße 😀", context=None, **model):
+    tokenizer = load_tokenizer(write_model(tmp_path / "m", **model))
+    heard = []
+    speaker = Speaker(
+        title="the model",
+        scorer=Script(tokenizer.encode(says)),
+        tokenizer=tokenizer,
+        data=Data(source=""),
+        context=context,
+        notify=lambda notice: heard.append(notice.text),
+    )
+    return speaker, heard
+
+
+def prompt_text(speaker, call=-1):
+    return speaker.tokenizer.decode(speaker.scorer.asked[call][0])
+
+
+def test_an_answer_ends_at_the_models_own_stop_token(tmp_path):
+    speaker, heard = make_speaker(tmp_path)
+    pieces = list(speaker.say("hi", Sampling(max_tokens=50)))
+    assert "".join(pieces) == "Grüße 😀"
+    assert len(pieces) == 7
+    assert heard == []
+    assert prompt_text(speaker) == "<user>hi<end><bot>"
+
+
+def test_a_stop_of_the_callers_is_kept_beside_it(tmp_path):
+    speaker, _ = make_speaker(tmp_path)
+    stop = frozenset(speaker.tokenizer.encode("e"))
+    assert "".join(speaker.say("hi", Sampling(max_tokens=50, stop=stop))) == "Grüß"
+
+
+def test_an_answer_cut_in_a_character_ends_before_it(tmp_path):
+    speaker, _ = make_speaker(tmp_path)
+    assert "".join(speaker.say("hi", Sampling(max_tokens=10))) == "Grüße "
+
+
+def test_a_conversation_is_rendered_by_the_template(tmp_path):
+    speaker, _ = make_speaker(tmp_path, says="yes")
+    system = {"role": "system", "content": "be brief"}
+    talk = Conversation(speaker=speaker, sampling=Sampling(max_tokens=9), messages=[system])
+    assert "".join(talk.ask("one?")) == "yes"
+    assert "".join(talk.ask("two?")) == "yes"
+    assert prompt_text(speaker) == (
+        "<system>be brief<end><user>one?<end><bot>yes<end><user>two?<end><bot>"
+    )
+    assert [m["role"] for m in talk.messages] == ["system", *["user", "assistant"] * 2]
+
+
+def test_a_history_that_does_not_fit_loses_its_oldest_exchange_and_says_so(tmp_path):
+    speaker, heard = make_speaker(tmp_path, says="yes", context=24)
+    talk = Conversation(speaker=speaker, sampling=Sampling(max_tokens=6), messages=[])
+    for question in ("one?", "two?", "six?"):
+        list(talk.ask(question))
+    assert prompt_text(speaker).endswith("<user>six?<end><bot>")
+    assert "one?" not in prompt_text(speaker)
+    assert len(speaker.scorer.asked[-1][0]) + 6 <= 24
+    assert heard[-1] == "the 2 oldest messages do not fit in 24 tokens: left out"
+
+
+def test_a_question_too_long_is_an_error_and_forgotten(tmp_path):
+    speaker, _ = make_speaker(tmp_path, says="yes", context=24)
+    talk = Conversation(speaker=speaker, sampling=Sampling(max_tokens=6), messages=[])
+    with pytest.raises(DataError, match="is 43 tokens long, there is room for 18"):
+        list(talk.ask("x" * 40))
+    assert talk.messages == []
+    assert "".join(talk.ask("ok?")) == "yes"
+
+
+def test_an_answer_that_was_broken_off_is_remembered_as_far_as_it_was_heard(tmp_path):
+    speaker, _ = make_speaker(tmp_path, says="a long story")
+    talk = Conversation(speaker=speaker, sampling=Sampling(max_tokens=20), messages=[])
+    answer = talk.ask("tell")
+    heard = next(answer) + next(answer) + next(answer)
+    answer.close()
+    assert (
+        talk.messages[-1]
+        == {"role": "assistant", "content": heard}
+        == {
+            "role": "assistant",
+            "content": "a l",
+        }
+    )
+
+
+def test_a_prompt_that_fills_the_context_leaves_less_and_says_so(tmp_path):
+    speaker, heard = make_speaker(tmp_path, context=10)
+    list(speaker.say("1234", Sampling(max_tokens=50)))
+    assert speaker.scorer.asked[-1][1].max_tokens == 3
+    assert heard == ["the answer ends after 3 tokens: the model holds 10 in all"]
+    with pytest.raises(DataError, match="the prompt is 13 tokens long, the model holds 10"):
+        list(speaker.say("1234567890", Sampling(max_tokens=50)))
+
+
+def test_a_model_without_a_template_takes_prompts_and_no_conversation(tmp_path):
+    speaker, _ = make_speaker(tmp_path, template=None)
+    list(speaker.say("plain", Sampling(max_tokens=5)))
+    assert prompt_text(speaker) == "plain"
+    with pytest.raises(ModelError, match="no chat template"):
+        list(speaker.say([{"role": "user", "content": "hi"}], Sampling(max_tokens=5)))
+
+
+def stage(folder: Path, files: dict[str, str]) -> Path:
+    origin = Origin(stage=folder.name, inputs={}, settings={}, versions={})
+    with writing(folder, origin, {}) as partial:
+        for name, text in files.items():
+            (partial / name).write_text(text)
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path):
+    return tmp_path / "run"
+
+
+def test_the_furthest_stage_of_a_run_speaks(run, tmp_path):
+    base = write_model(tmp_path / "base")
+    assert find(run, base).inputs == {"model": base}
+    adapter = stage(run / "train", {"adapter_config.json": "{}"})
+    assert find(run, base).inputs == {"model": base, "adapter": adapter}
+    merged = stage(run / "merge", {"config.json": "{}"})
+    assert find(run, base).inputs == {"model": merged}
+    quantized = stage(run / "quantize", {"config.json": "{}"})
+    assert find(run, base).title == f"quantized model {quantized}"
+    (run / "deploy-executorch").mkdir()
+    assert find(run, base).inputs == {"model": quantized}
+    (run / "deploy-executorch").rmdir()
+    bundle = stage(run / "deploy-executorch", {"deploy.json": "{}"})
+    assert find(run, base).inputs == {"bundle": bundle}
+
+
+def test_a_fetched_base_speaks_before_anything_is_made(run):
+    model = stage(run / "model", {"config.json": "{}"})
+    assert find(run).inputs == {"model": model}
+
+
+def test_an_adapters_base_is_beside_it_or_named_or_given(tmp_path):
+    base = write_model(tmp_path / "base")
+    adapter = tmp_path / "elsewhere"
+    adapter.mkdir()
+    config = adapter / "adapter_config.json"
+    config.write_text(json.dumps({"base_model_name_or_path": str(base)}))
+    assert find(adapter).inputs == {"model": base, "adapter": adapter}
+    config.write_text(json.dumps({"base_model_name_or_path": "some/hub-id"}))
+    with pytest.raises(ModelError, match="the base some/hub-id of adapter"):
+        find(adapter)
+    assert find(adapter, base).inputs["model"] == base
+    beside = write_model(tmp_path / "model")
+    assert find(adapter).inputs["model"] == beside
+
+
+def test_a_folder_that_holds_nothing_is_an_error(tmp_path):
+    with pytest.raises(ModelError, match="holds no model"):
+        find(tmp_path)
+
+
+def test_load_speaker_says_what_speaks_and_computes_as_the_recipe_wants(tmp_path, monkeypatch):
+    loaded = []
+
+    class Engine:
+        def load(self, checkpoint, dtype, adapter=None):
+            loaded.append((checkpoint, dtype, adapter))
+            return Script([1])
+
+    monkeypatch.setattr(
+        loading, "load_engine", lambda name, device: loaded.append(device) or Engine()
+    )
+    folder = write_model(tmp_path / "m", context=77)
+    recipe = Recipe(
+        model=Model(source="m", device="cpu", dtype="bfloat16"),
+        data=Data(source="d", format="text"),
+    )
+    heard = []
+    speaker = load_speaker(folder, heard.append, recipe=recipe)
+    assert loaded == ["cpu", (folder, "bfloat16", None)]
+    assert [notice.text for notice in heard] == [f"speaking: model {folder}"]
+    assert speaker.context == 77
+    list(speaker.say("go on", Sampling(max_tokens=3)))
+    assert prompt_text(speaker) == "go on"  # text data is gone on with, not answered
+
+
+def test_load_speaker_runs_a_bundle_in_its_own_runtime(tmp_path, monkeypatch):
+    folder = write_model(tmp_path / "b")
+    (folder / "deploy.json").write_text(json.dumps({"target": "executorch", "context": 12}))
+
+    class Target:
+        def load(self, bundle):
+            assert bundle == folder
+            return Script([1])
+
+    monkeypatch.setattr(loading, "load_target", lambda name: Target())
+    speaker = load_speaker(folder, lambda notice: None)
+    assert speaker.context == 12
+    assert isinstance(speaker.scorer.ids, list)
+
+
+def test_prompts_are_int32(tmp_path):
+    speaker, _ = make_speaker(tmp_path)
+    list(speaker.say([{"role": "user", "content": "hi"}], Sampling(max_tokens=1)))
+    assert speaker.scorer.asked[-1][0].dtype == np.int32
