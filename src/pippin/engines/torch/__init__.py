@@ -1,110 +1,28 @@
 """The engine on PyTorch and transformers: any causal language model, on cpu, cuda or mps."""
 
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+import contextlib
+import logging
+from collections.abc import Generator
+from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from transformers import PreTrainedModel
-
-from pippin.data.batches import Batch
-from pippin.engines import Sampling, Tokens, TopK, Weights
-from pippin.engines.torch import device as devices
-from pippin.engines.torch.body import find_head
-from pippin.engines.torch.generate import generate
-from pippin.engines.torch.load import load_network
-from pippin.engines.torch.lora import add_adapter
-from pippin.engines.torch.moments import input_moments
-from pippin.engines.torch.names import full_parameters, lora_parameters
-from pippin.engines.torch.probe import find_ability
-from pippin.engines.torch.score import logprobs, topk
-from pippin.engines.torch.trainer import TorchTrainer
-from pippin.recipe import Lora, Train
+if TYPE_CHECKING:
+    from pippin.engines.torch.engine import TorchEngine
 
 
 def make_engine(device: str = "auto") -> "TorchEngine":
     """The engine on `auto`, `cpu`, `cuda` or `mps`; UsageError where that device is not there."""
-    return TorchEngine(devices.pick_device(device))
+    with _no_import_chatter():
+        from pippin.engines.torch.device import pick_device
+        from pippin.engines.torch.engine import TorchEngine
+    return TorchEngine(pick_device(device))
 
 
-class TorchEngine:
-    """PyTorch on one device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def load(self, checkpoint: Path, dtype: str, adapter: Path | None = None) -> "TorchModel":
-        """A Hugging Face folder, plain or quantized in our layout, with an optional PEFT folder.
-
-        `dtype` auto is bfloat16 where the device computes it natively, else float32. Quantized
-        tensors are dequantized into it. Raises ModelError for a folder that cannot be loaded, or an
-        adapter of another base.
-        """
-        network = load_network(checkpoint, devices.pick_dtype(dtype, self._device), self._device)
-        if adapter is not None:
-            _add_saved_adapter(network, adapter)
-        return TorchModel(network, checkpoint)
-
-    def device(self) -> str:
-        """The device in words, e.g. `cpu (2 cores)`."""
-        return devices.describe(self._device)
-
-    def dtype(self, name: str) -> str:
-        """The dtype that a recipe's name stands for on this device: what `auto` picks."""
-        return str(devices.pick_dtype(name, self._device)).removeprefix("torch.")
-
-    def peak_memory(self) -> int:
-        """Bytes: CUDA's allocator peak, MPS's driver figure, or the process's peak resident set."""
-        return devices.peak_memory(self._device)
-
-
-class TorchModel:
-    """A loaded checkpoint on its device."""
-
-    def __init__(self, network: PreTrainedModel, checkpoint: Path) -> None:
-        self.network, self.checkpoint = network, checkpoint
-        self._head = find_head(network)
-
-    def logprobs(self, tokens_BT: Tokens) -> NDArray[np.float32]:
-        """log p(token t+1 | tokens up to t), (B, T-1). Rows are padded on the right."""
-        return logprobs(self.network, self._head, tokens_BT)
-
-    def topk(self, tokens_BT: Tokens, k: int, ids_BTK: NDArray[np.int32] | None = None) -> TopK:
-        """The k likeliest next tokens at every position, then the given ids, in one pass."""
-        return topk(self.network, self._head, tokens_BT, k, ids_BTK)
-
-    def generate(self, prompts: Sequence[Tokens], sampling: Sampling) -> Iterator[list[int | None]]:
-        """Each step's token of every prompt; None for a row that has ended."""
-        return generate(self.network, prompts, sampling)
-
-    def input_moments(self, batches: Sequence[Batch]) -> dict[str, NDArray[np.float32]]:
-        """X^T X of every linear's inputs over the batches' real tokens, (D, D) float32, by name."""
-        own = self.network.config._attn_implementation
-        layout = find_ability(self.network).layout
-        try:
-            rows = [layout(batch, self.network.device) for batch in batches]
-            return input_moments(self.network, rows)
-        finally:
-            self.network.set_attn_implementation(own)
-
-    def trainer(self, train: Train, lora: Lora | None, weights: Weights, seed: int) -> TorchTrainer:
-        """A trainer that takes this model over. `lora` None trains every weight.
-
-        `weights` is the first adapter: `<linear>.lora_A.weight` (R, I), `<linear>.lora_B.weight`
-        (O, R). Raises ModelError where it does not fit the model.
-        """
-        if lora is None:
-            trainable = full_parameters(self.network, self.checkpoint)
-        else:
-            trainable = lora_parameters(self.network, lora, weights)
-        return TorchTrainer(self.network, trainable, train, seed)
-
-
-def _add_saved_adapter(network: PreTrainedModel, folder: Path) -> None:
-    from pippin.model.adapter import load_adapter
-
-    adapter = load_adapter(folder)
-    names = {key.rpartition(".lora_")[0] for key in adapter.weights}
-    add_adapter(network, adapter.weights, {n: adapter.scale_of(n) for n in names}, dropout=0.0)
-    network.requires_grad_(False)
+@contextlib.contextmanager
+def _no_import_chatter() -> Generator[None]:
+    """transformers imports torchao where it is installed, which reports every kernel it lacks."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AttentionInterface
 
+from pippin.engines.torch.cpu_attention import attend_samples
+
 NAME = "pippin_packed"
 
 
@@ -45,6 +47,10 @@ class Rule:
     def plain(self) -> bool:
         """Whether PyTorch's fused attention computes it."""
         return self.softcap is None and self.sinks_H is None
+
+    def simple(self, longest: int) -> bool:
+        """Whether it is plain causal attention for samples of up to `longest` tokens."""
+        return self.plain and self.dropout == 0.0 and (self.window or longest) >= longest
 
 
 def register() -> None:
@@ -84,6 +90,8 @@ def _rule(query: Tensor, kwargs: dict[str, Any]) -> Rule:
 
 def _by_sample(query: Tensor, key: Tensor, value: Tensor, packing: Packing, rule: Rule) -> Tensor:
     """One attention call a sample: no work and no memory outside the diagonal blocks."""
+    if query.device.type == "cpu" and rule.simple(packing.longest):
+        return attend_samples(query, key, value, packing.bounds, rule.scale)
     attend = _fused if rule.plain else _spelled_out
     outs = [
         attend(query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], rule).transpose(1, 2)

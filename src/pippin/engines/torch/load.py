@@ -82,14 +82,14 @@ def _model_class(folder: Path, config: Any) -> Any:
 def _dense(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     from pippin.model.quantized import dense_tensors
 
-    return {
-        name: torch.from_numpy(_plain(array)).to(dtype) for name, array in dense_tensors(folder)
-    }
+    return {name: _tensor(array).to(dtype) for name, array in dense_tensors(folder)}
 
 
-def _plain(array: Any) -> Any:
-    """numpy knows bfloat16 through ml_dtypes only, torch.from_numpy does not know that."""
-    return array.astype("float32") if array.dtype.kind == "V" or array.dtype.itemsize < 4 else array
+def _tensor(array: Any) -> torch.Tensor:
+    """torch.from_numpy does not know ml_dtypes' bfloat16: the same bits under another name."""
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view("int16")).view(torch.bfloat16)
+    return torch.from_numpy(array)
 
 
 def _refuse_gaps(folder: Path, report: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 CHUNK_BYTES = 1 << 26
+BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,15 +24,18 @@ class Head:
 
     def logits(self, hidden_CD: Tensor) -> Tensor:
         """(C, V), in float32 or better."""
-        return self._finish(self._linear(hidden_CD))
+        return self.finish(self.products(hidden_CD))
 
-    def _linear(self, hidden_CD: Tensor) -> Tensor:
-        logits_CV = hidden_CD @ self.weight_VD.T
-        if self.bias_V is not None:
-            logits_CV += self.bias_V
-        return logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
+    def products(self, hidden_CD: Tensor) -> Tensor:
+        """h W^T + bias, (C, V) in the model's dtype."""
+        if self.bias_V is None:
+            return hidden_CD @ self.weight_VD.T
+        return torch.addmm(self.bias_V, hidden_CD, self.weight_VD.T)
 
-    def _finish(self, logits_CV: Tensor) -> Tensor:
+    def finish(self, products_CV: Tensor) -> Tensor:
+        """From products to logits, a new tensor in float32 or better."""
+        exact = torch.promote_types(products_CV.dtype, torch.float32)
+        logits_CV = products_CV.to(exact, copy=True)
         if self.scale != 1.0:
             logits_CV = logits_CV.mul_(self.scale)
         if self.softcap is not None:
@@ -108,26 +112,41 @@ class _Grads:
 
 def _chunk(hidden_CD: Tensor, targets_C: Tensor, head: Head, grads: _Grads) -> Tensor:
     """The chunk's summed loss; fills its part of the hidden gradient, adds to the head's."""
-    logits_CV = head.logits(hidden_CD)
+    logits_CV = head.products(hidden_CD)
+    wanted = any(g is not None for g in (grads.hidden_SD, grads.weight_VD, grads.bias_V))
+    rows = max(1, BLOCK_BYTES // (4 * logits_CV.shape[1]))
+    losses = [
+        _block(logits_CV[start : start + rows], targets_C[start : start + rows], head, wanted)
+        for start in range(0, len(logits_CV), rows)
+    ]
+    if wanted:
+        _fill(logits_CV, hidden_CD, head, grads)
+    return torch.stack(losses).sum()
+
+
+def _block(products_CV: Tensor, targets_C: Tensor, head: Head, wanted: bool) -> Tensor:
+    """Summed loss of a few positions, small enough for the cache.
+
+    Where `wanted`, the products are overwritten with the loss's gradient with respect to them.
+    """
+    logits_CV = head.finish(products_CV)
     index_C1 = targets_C[:, None]
     target_C1 = logits_CV.gather(1, index_C1)
-    lse_C1 = logits_CV.logsumexp(1, keepdim=True)
-    if grads.hidden_SD is not None or grads.weight_VD is not None or grads.bias_V is not None:
-        slope = head.slope(logits_CV)
-        d_CV = logits_CV.sub_(lse_C1).exp_()
-        d_CV.scatter_add_(1, index_C1, torch.full_like(target_C1, -1.0))
-        if slope is not None:
-            d_CV.mul_(slope)
-        _fill(d_CV, hidden_CD, head, grads)
-    return (lse_C1 - target_C1).sum()
+    slope = head.slope(logits_CV) if wanted else None
+    top_C1 = logits_CV.amax(1, keepdim=True)
+    powers_CV = logits_CV.sub_(top_C1).exp_()
+    sum_C1 = powers_CV.sum(1, keepdim=True)
+    if wanted:
+        d_CV = powers_CV.div_(sum_C1).scatter_add_(1, index_C1, torch.full_like(sum_C1, -1.0))
+        products_CV.copy_(d_CV if slope is None else d_CV.mul_(slope))
+    return (sum_C1.log() + top_C1 - target_C1).sum()
 
 
 def _fill(d_CV: Tensor, hidden_CD: Tensor, head: Head, grads: _Grads) -> None:
-    low_CV = d_CV.to(hidden_CD.dtype)
     if grads.hidden_SD is not None:
-        torch.mm(low_CV, head.weight_VD, out=grads.hidden_SD)
+        torch.mm(d_CV, head.weight_VD, out=grads.hidden_SD)
     if grads.weight_VD is not None:
-        grads.weight_VD.add_(low_CV.T @ hidden_CD)
+        grads.weight_VD.add_(d_CV.T @ hidden_CD)
     if grads.bias_V is not None:
         grads.bias_V.add_(d_CV.sum(0))
 
