@@ -1,4 +1,4 @@
-"""Tokenized rows made to fit `data.max_seq_len`: refused, cut, dropped or in blocks; all counted."""
+"""Tokenized rows made to fit `data.max_seq_len`: refused, cut, dropped, in blocks; all counted."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
