@@ -112,7 +112,7 @@ def test_all_faults_at_once_in_the_order_of_the_file(recipe):
 def test_a_value_where_a_table_is_wanted(tmp_path):
     path = tmp_path / "r.toml"
     path.write_text("model = 7\ndata.source = 'x'\n")
-    with pytest.raises(RecipeError, match="r.toml:1: model: wants a table, got 7"):
+    with pytest.raises(RecipeError, match=r"r\.toml:1: model: wants a table, got 7"):
         load_recipe(path)
 
 

@@ -4,12 +4,12 @@ import math
 
 
 def bytes_text(count: float) -> str:
-    """1,234,567,890 as `1.15 GiB`; three digits carry the eye."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(count) < 1000 or unit == "TiB":
-            break
-        count /= 1024
-    return f"{_three(count)} {unit}" if unit != "B" else f"{count:.0f} B"
+    """1,234,567,890 as `1.23 GB`, in powers of 1000."""
+    for unit in ("B", "kB", "MB"):
+        if count < 999.5:
+            return f"{count:.0f} {unit}"
+        count /= 1000
+    return f"{count:.2f} GB"
 
 
 def duration_text(seconds: float) -> str:
@@ -53,7 +53,3 @@ def figure_text(name: str, value: float) -> str:
     if float(value).is_integer() and abs(value) >= 1:
         return f"{value:,.0f}"
     return f"{value:.4f}" if 1e-3 <= abs(value) < 1e4 else f"{value:.2e}"
-
-
-def _three(value: float) -> str:
-    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"

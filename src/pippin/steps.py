@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from pippin.model.source import locate
 from pippin.recipe import Recipe
 
 # Keys that never change what a stage makes: how often work is saved, how memory is spared, when to
@@ -44,9 +45,12 @@ class Step:
 
 
 def make_steps(recipe: Recipe) -> tuple[Step, ...]:
-    """Everything a run of the recipe does, in order; reads nothing from disk but folder names."""
+    """Everything a run of the recipe does, in order.
+
+    Raises ModelError where the model's source is nothing that could be fetched or used.
+    """
     run, model = run_folder(recipe), model_folder(recipe)
-    fetch = () if local_model(recipe) else (_fetch(recipe, model),)
+    fetch = () if model != run / "model" else (_fetch(recipe, model),)
     return (*fetch, *_steps(recipe, run, model))
 
 
@@ -55,15 +59,10 @@ def run_folder(recipe: Recipe) -> Path:
     return Path(recipe.out).expanduser() if recipe.out else Path("runs") / recipe.name
 
 
-def local_model(recipe: Recipe) -> Path | None:
-    """The source where it is a folder: it is used in place, nothing is fetched."""
-    path = recipe.folder / Path(recipe.model.source).expanduser()
-    return path if path.is_dir() else None
-
-
 def model_folder(recipe: Recipe) -> Path:
-    """The model in Hugging Face's format: the local folder, or where it is fetched to."""
-    return local_model(recipe) or run_folder(recipe) / "model"
+    """The model in Hugging Face's format: a local folder in place, or where it is fetched to."""
+    found = locate(recipe.model, recipe.folder)
+    return run_folder(recipe) / "model" if found.needs_fetch else Path(found.location)
 
 
 def settings(recipe: Recipe, *tables: str) -> dict[str, Any]:
