@@ -194,7 +194,7 @@ def test_verdicts_of_a_good_run(tmp_path):
         "Merged equals adapter",
         "Quantized within its gates",
         "Deployed equals quantized",
-        "held-out loss 1.831 → 0.210",
+        "loss 1.831 → 0.210",
     ):
         assert title in text
 

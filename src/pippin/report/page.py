@@ -21,7 +21,10 @@ from pippin.report.table import (
 from pippin.report.verdicts import headline, verdicts
 
 REPORT = "report.html"
-STAGES = ("model", "train", "merge", "quantize", "deploy-*", "evaluate-*")
+STAGES = (
+    *("model", "evaluate-base", "train", "evaluate-adapter", "merge", "evaluate-merged"),
+    *("quantize", "evaluate-quantized", "deploy-*", "evaluate-deployed-*"),
+)
 HEX = 12
 
 

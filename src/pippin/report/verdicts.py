@@ -86,7 +86,7 @@ def _tuned(scores: dict[str, Scores], gates: Gates) -> Verdict:
         return Verdict(state="open", title="Tuned against base", lines=["not measured yet"])
     faults = missed(tuned, gate_for("adapter", tuned, gates))
     better = tuned["loss"] < base["loss"]
-    lines = [_change("held-out loss", "loss", base, tuned), *_exact(base, tuned), *faults]
+    lines = [_change("loss", "loss", base, tuned), *_exact(base, tuned), *faults]
     if better and not faults:
         return Verdict(state="good", title="Tuned beats base", lines=lines)
     title = "Tuned misses its gates" if better else "Tuned is no better than base"
