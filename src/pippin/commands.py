@@ -1,15 +1,24 @@
 """The commands of the command line: parse, call, hand to the console."""
 
+import difflib
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from pippin.cli import COMMANDS, help_text
 
+if TYPE_CHECKING:
+    from pippin.console import Console
+    from pippin.plan import Plan
+    from pippin.recipe import Recipe
+    from pippin.stages.generate import Speaker
+
 STAGE_VERBS = ("train", "merge", "quantize", "evaluate", "deploy")
 REDO = click.Choice(["fetch", *STAGE_VERBS, "all"])
+PATH = click.Path(path_type=Path)
 
 
 class _Group(click.Group):
@@ -22,8 +31,6 @@ class _Group(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        import difflib
-
         name = args[0]
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         if name not in COMMANDS and near and not name.startswith("-"):
@@ -37,14 +44,47 @@ def pippin() -> None:
     """Adapt an open language model, shrink it, ship it, and prove that nothing was lost."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """What every command over a recipe is asked."""
+
+    recipe: Path
+    overrides: tuple[str, ...]
+    mode: str
+
+    def load(self) -> "Recipe":
+        """The recipe with its overrides."""
+        from pippin.recipe_file import load_recipe
+
+        return load_recipe(self.recipe, self.overrides)
+
+    def plan(self) -> "Plan":
+        """The recipe's plan on this machine."""
+        from pippin.machine import find_machine
+        from pippin.plan import make_plan
+
+        return make_plan(self.load(), find_machine())
+
+    def console(self) -> "Console":
+        """The printer."""
+        from pippin.console import Console
+
+        return Console(mode=self.mode)
+
+
 def _recipe_command(name: str, *options: Callable[..., Any]) -> Callable[..., Any]:
-    """A command over one recipe, with the options every such command has."""
+    """A command over one recipe: called with what was asked, and its own options by name."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        for option in reversed((*options, _SET, _JSON, _QUIET)):
-            function = option(function)
-        function = click.argument("recipe", type=click.Path(path_type=Path))(function)
-        return pippin.command(name, help=_sentence(name))(function)
+        def call(
+            recipe: Path, overrides: tuple[str, ...], as_json: bool, quiet: bool, **own: Any
+        ) -> None:
+            mode = "json" if as_json else "quiet" if quiet else "auto"
+            function(Asked(recipe=recipe, overrides=overrides, mode=mode), **own)
+
+        for option in reversed((click.argument("recipe", type=PATH), *options, *_COMMON)):
+            call = option(call)
+        return pippin.command(name, help=_sentence(name))(call)
 
     return decorate
 
@@ -53,80 +93,158 @@ def _sentence(name: str) -> str:
     return COMMANDS[name][0].upper() + COMMANDS[name][1:] + "."
 
 
-_SET = click.option(
-    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="override train.steps=10 etc."
+_COMMON = (
+    click.option(
+        "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="e.g. --set train.steps=10"
+    ),
+    click.option("--json", "as_json", is_flag=True, help="one JSON object a line on stdout"),
+    click.option("--quiet", "-q", is_flag=True, help="results and errors only"),
 )
-_JSON = click.option("--json", "as_json", is_flag=True, help="one JSON object a line on stdout")
-_QUIET = click.option("--quiet", "-q", is_flag=True, help="results and errors only")
 _REDO = click.option(
-    "--redo", multiple=True, type=REDO, help="make a finished stage again; may be repeated"
+    "--redo",
+    multiple=True,
+    type=REDO,
+    metavar="STAGE",
+    help=f"make a finished stage again: {', '.join(REDO.choices)}; may be repeated",
+)
+_SPEAKING = (
+    click.option("--max-tokens", default=256, show_default=True, type=click.IntRange(1)),
+    click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(0)),
+    click.option("--top-p", default=1.0, show_default=True, type=click.FloatRange(0, 1)),
+    click.option("--seed", default=0, show_default=True, type=click.IntRange(0)),
+    click.option("--base", type=PATH, help="the model under an adapter that stands alone"),
 )
 
 
 @_recipe_command("run", _REDO)
-def run(
-    recipe: Path, redo: tuple[str, ...], overrides: tuple[str, ...], as_json: bool, quiet: bool
-) -> None:
+def run(asked: Asked, redo: tuple[str, ...]) -> None:
     """Run a whole recipe."""
-    _walk(recipe, None, redo, overrides, _mode(as_json, quiet))
+    _walk(asked, None, redo)
 
 
 @_recipe_command("plan")
-def plan(recipe: Path, overrides: tuple[str, ...], as_json: bool, quiet: bool) -> None:
-    """Print the plan; exit code 1 where it refuses."""
-    from pippin.console import Console
+def plan(asked: Asked) -> None:
+    """Print the plan; an error where it refuses."""
+    from pippin.counting import count_updates
+    from pippin.machine import find_machine
+    from pippin.plan import make_plan
+    from pippin.run import done_steps
 
-    console = Console(mode=_mode(as_json, quiet))
-    made = _plan(recipe, overrides)
-    console.plan(made)
+    recipe, machine = asked.load(), find_machine()
+    made = make_plan(recipe, machine, count_updates(recipe))
+    asked.console().plan(made, done_steps(made))
     made.raise_refusals()
 
 
 @_recipe_command("data", click.option("--rows", default=3, show_default=True, help="rows shown"))
-def data(recipe: Path, rows: int, overrides: tuple[str, ...], as_json: bool, quiet: bool) -> None:
-    """Print rows with their trained tokens marked."""
-    raise NotImplementedError
+def data(asked: Asked, rows: int) -> None:
+    """Print rows with their trained tokens marked, lengths, and what is cut or dropped."""
+    from pippin.data.show import look
+    from pippin.model.tokenizer import load_tokenizer
+    from pippin.run import fetch_model
 
-
-@pippin.command("version", help=_sentence("version"))
-def version() -> None:
-    """Print versions, one a line."""
-    from pippin.run import versions
-
-    for name, number in versions().items():
-        click.echo(f"{name} {number}")
+    plan, console = asked.plan(), asked.console()
+    console.events(fetch_model(plan))
+    console.look(look(plan.recipe, load_tokenizer(plan.model), rows))
 
 
 def _stage_command(stage: str) -> None:
     @_recipe_command(stage, _REDO)
-    def command(
-        recipe: Path, redo: tuple[str, ...], overrides: tuple[str, ...], as_json: bool, quiet: bool
-    ) -> None:
-        _walk(recipe, stage, redo, overrides, _mode(as_json, quiet))
+    def command(asked: Asked, redo: tuple[str, ...]) -> None:
+        _walk(asked, stage, redo)
 
 
 for _stage in STAGE_VERBS:
     _stage_command(_stage)
 
 
-def _mode(as_json: bool, quiet: bool) -> str:
-    return "json" if as_json else "quiet" if quiet else "auto"
-
-
-def _plan(recipe: Path, overrides: tuple[str, ...]) -> Any:
-    from pippin.machine import find_machine
-    from pippin.plan import make_plan
-    from pippin.recipe_file import load_recipe
-
-    return make_plan(load_recipe(recipe, overrides), find_machine())
-
-
-def _walk(
-    recipe: Path, only: str | None, redo: tuple[str, ...], overrides: tuple[str, ...], mode: str
-) -> None:
-    from pippin.console import Console
+def _walk(asked: Asked, only: str | None, redo: tuple[str, ...]) -> None:
+    from pippin.errors import GateError
     from pippin.run import run as walk
 
-    plan = _plan(recipe, overrides)
-    console = Console(mode=mode)
-    console.events(walk(plan, only, redo))
+    plan, console = asked.plan(), asked.console()
+    try:
+        console.events(walk(plan, only, redo))
+    except GateError:
+        _results(plan, console)
+        raise
+    if only in (None, "evaluate"):
+        _results(plan, console)
+
+
+def _results(plan: "Plan", console: "Console") -> None:
+    from pippin.report import answers_table, summary_table
+    from pippin.report.page import REPORT
+
+    rows = summary_table(plan.folder, plan.recipe.gates)
+    console.results(rows, answers_table(plan.folder), str(plan.folder / REPORT))
+
+
+@_recipe_command("report")
+def report(asked: Asked) -> None:
+    """Write the report again."""
+    from pippin.run import report as write
+
+    plan = asked.plan()
+    write(plan)
+    _results(plan, asked.console())
+
+
+@pippin.command("generate", help=_sentence("generate"))
+@click.argument("what", type=PATH)
+@click.argument("prompt")
+def generate(what: Path, prompt: str, **options: Any) -> None:
+    """Print one answer as it comes."""
+    from pippin.console import Console
+
+    console = Console()
+    speaker, sampling = _speaker(what, console, options)
+    for piece in speaker.say(prompt, sampling):
+        console.text(piece, end="")
+    console.text("")
+
+
+@pippin.command("chat", help=_sentence("chat"))
+@click.argument("what", type=PATH)
+@click.option("--system", help="a system message")
+def chat(what: Path, system: str | None, **options: Any) -> None:
+    """Talk until the input ends."""
+    from pippin.console import Console
+    from pippin.stages.generate import Conversation
+
+    console = Console()
+    speaker, sampling = _speaker(what, console, options)
+    messages = [{"role": "system", "content": system}] if system else []
+    talk = Conversation(speaker=speaker, sampling=sampling, messages=messages)
+    for said in console.questions():
+        for piece in talk.ask(said):
+            console.text(piece, end="")
+        console.text("")
+
+
+for _command in (generate, chat):
+    for _option in _SPEAKING:
+        _option(_command)
+
+
+def _speaker(what: Path, console: "Console", options: dict[str, Any]) -> "tuple[Speaker, Any]":
+    from pippin.engines import Sampling
+    from pippin.recipe_file import load_recipe
+    from pippin.stages.generate import load_speaker
+    from pippin.steps import model_folder, run_folder
+
+    base, recipe, folder = options.pop("base"), None, what
+    sampling = Sampling(**options)
+    if what.suffix == ".toml":
+        recipe = load_recipe(what)
+        folder, base = run_folder(recipe), base or model_folder(recipe)
+    return load_speaker(folder, console.notice, recipe, base), sampling
+
+
+@pippin.command("version", help=_sentence("version"))
+def version() -> None:
+    """Print versions, one a line."""
+    from pippin.versions import versions
+
+    for name, number in versions().items():
+        click.echo(f"{name} {number}")

@@ -8,14 +8,17 @@ from typing import Any, TextIO
 
 from rich.console import Console as Rich
 
-from pippin.events import Event
+from pippin import tables
+from pippin.data import show
+from pippin.data.show import Look
+from pippin.events import Event, Notice
 from pippin.plan import Plan
 from pippin.printers import JsonPrinter, LinePrinter, Printer, QuietPrinter, TerminalPrinter
 
 
 def make_rich(file: TextIO) -> Rich:
     """A rich console that prints text as it is; colour and width follow terminal and NO_COLOR."""
-    return Rich(file=file, markup=False, highlight=False, soft_wrap=True, emoji=False)
+    return Rich(file=file, markup=False, highlight=False, emoji=False)
 
 
 @dataclass(kw_only=True)
@@ -52,16 +55,77 @@ class Console:
         finally:
             printer.close()
 
+    def notice(self, notice: Notice) -> None:
+        """Something worth knowing, beside the results."""
+        printer = self.printer()
+        printer.show(notice)
+        printer.close()
+
     def text(self, text: str, end: str = "\n") -> None:
-        """A result to stdout, exactly as it is."""
+        """A result to stdout, exactly as it is, at once."""
         self.out.print(text, end=end, soft_wrap=True)
+        self.out.file.flush()
+
+    def questions(self) -> Iterator[str]:
+        """Lines from the keyboard, after a prompt on stderr, or from a pipe."""
+        while True:
+            if sys.stdin.isatty():
+                self.err.print("> ", end="", style="bold")
+            line = sys.stdin.readline()
+            if not line or line.strip() in ("/exit", "/quit"):
+                return
+            if line.strip():
+                yield line.strip()
 
     def json(self, value: dict[str, Any]) -> None:
         """One JSON object on a line of stdout."""
-        self.out.print(json.dumps(value), soft_wrap=True)
+        self.text(json.dumps(value))
 
-    def plan(self, plan: Plan) -> None:
-        """A plan as lines to stdout."""
-        self.text(f"{plan.recipe.name}: {plan.recipe.model.source} on {plan.device}")
-        for step in plan.steps:
-            self.text(f"  {step.name:30} {step.title}")
+    def results(self, rows: list[dict[str, str]], prompts: list[Any], report: str) -> None:
+        """The end of a run: stages side by side, what they answered, where the report is."""
+        if self.mode == "json":
+            answered = [{"prompt": p, "answers": by_stage} for p, by_stage in prompts]
+            self.json({"event": "results", "rows": rows, "prompts": answered, "report": report})
+            return
+        if rows:
+            self.out.print(tables.summary(rows))
+        if prompts:
+            self.out.print(tables.answers(prompts, self.out.width))
+        self.text(f"report: {report}")
+
+    def look(self, seen: Look) -> None:
+        """The data as the model sees it."""
+        if self.mode == "json":
+            self.json({"event": "data", **show.as_json(seen)})
+        elif self.out.is_terminal:
+            self.out.print(show.as_rich(seen))
+        else:
+            for line in show.as_lines(seen):
+                self.text(line)
+
+    def plan(self, plan: Plan, done: set[str]) -> None:
+        """What a run will do, need and refuse."""
+        if self.mode == "json":
+            self.json(plan_json(plan, done))
+            return
+        facts = list(tables.plan_facts(plan))
+        for name, value in facts:
+            self.text(f"{name:9} {value}")
+        self.out.print(tables.plan_steps(plan, done))
+
+
+def plan_json(plan: Plan, done: set[str]) -> dict[str, Any]:
+    """The plan as a JSON object."""
+    needs = {
+        name: {"memory": n.memory, "disk": n.disk, "seconds": n.seconds}
+        for name, n in plan.needs.items()
+    }
+    return {
+        "event": "plan",
+        "facts": dict(tables.plan_facts(plan)),
+        "steps": [
+            {"name": s.name, "stage": s.stage, "done": s.name in done, "need": needs.get(s.name)}
+            for s in plan.steps
+        ],
+        "refusals": [{"error": message, "hint": hint} for message, hint in plan.refusals],
+    }

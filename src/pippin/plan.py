@@ -1,19 +1,29 @@
 """Recipe x Machine -> Plan: steps, folders, forecast, and refusals with their numbers."""
 
+import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
-from pippin.errors import PippinError
+from pippin import artifact
+from pippin.errors import PippinError, UsageError
+from pippin.figures import bytes_text
+from pippin.forecast import Forecast, Need, look, smaller
 from pippin.machine import Machine
 from pippin.recipe import Recipe
 from pippin.steps import Step, make_steps, model_folder, run_folder
+
+Refusal: TypeAlias = tuple[str, str]  # message, hint
+EXTRA_DISK = 1.05  # a new folder stands beside the old one until it is complete
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """Everything a run will do, in order. `folder` is the run's own, `model` the model's.
 
-    `refusals` are (message, hint) pairs; a run starts only where there are none.
+    `needs` by step name are empty while the model is only on the hub; `refusals` say why the run
+    cannot start; `updates` of training where the rows were counted.
     """
 
     recipe: Recipe
@@ -21,8 +31,11 @@ class Plan:
     folder: Path
     model: Path
     device: str
+    dtype: str
     steps: tuple[Step, ...]
-    refusals: tuple[tuple[str, str], ...]
+    needs: dict[str, Need]
+    refusals: tuple[Refusal, ...]
+    updates: int | None = None
 
     def raise_refusals(self) -> None:
         """Raise PippinError with every refusal."""
@@ -30,15 +43,101 @@ class Plan:
             messages, hints = zip(*self.refusals, strict=True)
             raise PippinError("\n".join(messages), "; ".join(dict.fromkeys(hints)))
 
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimizer update, padding included."""
+        train = self.recipe.train
+        return train.row_tokens * train.batch_rows * train.accumulate
 
-def make_plan(recipe: Recipe, machine: Machine) -> Plan:
-    """The plan of a recipe on a machine."""
+
+def make_plan(recipe: Recipe, machine: Machine, updates: int | None = None) -> Plan:
+    """The plan of a recipe on a machine; `updates` of training, where the rows were counted.
+
+    Raises UsageError for a device or an engine that is not here, ModelError for a model's source
+    that is nothing.
+    """
+    _require(recipe, machine)
+    steps, model = make_steps(recipe), model_folder(recipe)
+    facts = look(recipe, model)
+    updates = updates or recipe.train.steps
+    forecast = None
+    if facts:
+        forecast = Forecast(recipe=recipe, machine=machine, facts=facts, updates=updates)
     return Plan(
         recipe=recipe,
         machine=machine,
         folder=run_folder(recipe),
-        model=model_folder(recipe),
+        model=model,
         device=machine.device(recipe.model.device),
-        steps=make_steps(recipe),
-        refusals=(),
+        dtype=forecast.train_dtype if forecast else recipe.model.dtype,
+        steps=steps,
+        needs={step.name: forecast.need(step) for step in steps} if forecast else {},
+        refusals=tuple(_refusals(forecast, steps)) if forecast else (),
+        updates=updates,
     )
+
+
+def _require(recipe: Recipe, machine: Machine) -> None:
+    engine, device = recipe.model.engine, recipe.model.device
+    if engine not in machine.engines:
+        raise UsageError(
+            f"engine {engine} is not installed",
+            f"pip install 'pippin[{engine}]', or another engine",
+        )
+    here = ["cpu"] + ([machine.accelerator.kind] if machine.accelerator else [])
+    if device not in ("auto", *here):
+        raise UsageError(
+            f"model.device {device} is not on this machine ({machine.chip})",
+            f"it has {', '.join(here)}; auto picks the best",
+        )
+
+
+def _refusals(forecast: Forecast, steps: tuple[Step, ...]) -> Iterator[Refusal]:
+    todo = [step for step in steps if artifact.read_manifest(step.folder) is None]
+    for step in todo:
+        need, free = forecast.need(step).memory, _free_memory(forecast, step)
+        if need > free and (step.stage != "evaluate" or step.subject == "base"):
+            message = f"{step.name} needs about {bytes_text(need)} of memory, {free_text(free)}"
+            yield message, _fitting(forecast, step, free)
+    disk = int(EXTRA_DISK * sum(forecast.need(step).disk for step in todo))
+    folder = run_folder(forecast.recipe)
+    free = shutil.disk_usage(_existing(folder)).free
+    if disk > free:
+        yield (
+            f"the run needs about {bytes_text(disk)} of disk in {folder}, {free_text(free)}",
+            "free some, or set `out` to a folder on a larger disk",
+        )
+
+
+def free_text(count: int) -> str:
+    """`1.20 GB are free`."""
+    return f"{bytes_text(count)} are free"
+
+
+def _free_memory(forecast: Forecast, step: Step) -> int:
+    """What the step may take: the accelerator's memory where it computes, else the host's."""
+    machine = forecast.machine
+    computes = step.stage == "train" or (step.stage == "evaluate" and "bundle" not in step.inputs)
+    device = machine.device(forecast.recipe.model.device)
+    if computes and device == "cuda" and machine.accelerator:
+        return machine.accelerator.memory_available
+    return machine.memory_available
+
+
+def _fitting(forecast: Forecast, step: Step, free: int) -> str:
+    """The nearest thing that fits."""
+    if step.stage == "train":
+        for keys, other in smaller(forecast):
+            if (need := other.need(step).memory) <= free:
+                return f"set {keys}: about {bytes_text(need)}"
+    if step.stage == "evaluate":
+        return "lower evaluate.batch_rows, or close other programs"
+    return "choose a smaller model, or a machine with more memory"
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that is there."""
+    folder = folder.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return folder

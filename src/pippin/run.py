@@ -1,23 +1,25 @@
 """Walks a plan: skips what is done, refuses what was made otherwise, yields all events."""
 
 import importlib
-import importlib.metadata
-import platform
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pippin import __version__, artifact
+from pippin import artifact
 from pippin.artifact import Origin
+from pippin.data.dataset import data_digest
 from pippin.errors import GateError, PippinError
 from pippin.events import Event, Finished, Notice
 from pippin.job import Job
 from pippin.lock import locked
-from pippin.plan import Plan
+from pippin.plan import Plan, make_plan
+from pippin.stages import checkpoints
+from pippin.stages.evaluate import read_scores
+from pippin.stages.gates import check_gates
 from pippin.steps import Step
-
-PACKAGES = ("numpy", "torch", "transformers", "executorch", "torchao")
+from pippin.targets import check_recipe
+from pippin.versions import versions
 
 
 def run(plan: Plan, only: str | None = None, redo: Collection[str] = ()) -> Iterator[Event]:
@@ -27,14 +29,30 @@ def run(plan: Plan, only: str | None = None, redo: Collection[str] = ()) -> Iter
     made from other settings, for an earlier one that is missing, for what the plan refuses, and
     GateError after the report is written.
     """
+    plan.raise_refusals()
     with locked(plan.folder):
         walk = _Walk(plan=plan, redo=frozenset(redo))
         try:
             yield from walk.only(only) if only else walk.all()
         except GateError:
-            walk.report()
+            report(plan)
             raise
-        walk.report()
+        report(plan)
+
+
+def fetch_model(plan: Plan) -> Iterator[Event]:
+    """Only bring the model here, where it is not."""
+    with locked(plan.folder):
+        for step in plan.steps:
+            if step.stage == "fetch":
+                yield from _Walk(plan=plan, redo=frozenset()).step(step)
+
+
+def report(plan: Plan) -> Path:
+    """Write report.html from what the run has made so far; the page's path."""
+    from pippin.report import write_report
+
+    return write_report(plan.folder, plan.recipe.name, plan.recipe)
 
 
 @dataclass
@@ -44,16 +62,18 @@ class _Walk:
     digests: dict[Path, str] = field(default_factory=dict)
 
     def all(self) -> Iterator[Event]:
+        yield from self.fetch()
         for step in self.plan.steps:
-            yield from self.step(step)
+            if step.stage != "fetch":
+                yield from self.step(step)
 
     def only(self, stage: str) -> Iterator[Event]:
         """The steps of one stage, after checking that what they read is there and up to date."""
         steps = [step for step in self.plan.steps if step.stage == stage]
         if not steps:
             raise PippinError(f"this recipe has no {stage} stage", "look at `pippin plan`")
+        yield from self.fetch()
         for step in steps:
-            yield from self.fetch()
             missing = self.missing(step)
             if missing and stage == "evaluate" and step is not steps[0]:
                 yield Notice(stage=stage, text=f"{step.subject} left out: no {missing.name} yet")
@@ -63,10 +83,20 @@ class _Walk:
                 yield from self.step(step)
 
     def fetch(self) -> Iterator[Event]:
-        """The model is no verb of its own: every verb fetches it where it is not there yet."""
+        """Get the model, then ask what only the model can tell: whether all of it will fit."""
         for step in self.plan.steps:
-            if step.stage == "fetch" and self.state(step) != []:
+            if step.stage == "fetch":
                 yield from self.step(step)
+        make_plan(self.plan.recipe, self.plan.machine).raise_refusals()
+        self.ask_targets()
+
+    def ask_targets(self) -> None:
+        """A target that cannot hold such a model says so before anything is trained."""
+        deploys = [step for step in self.plan.steps if step.stage == "deploy"]
+        if all(self.state(step) == [] for step in deploys):
+            return
+        refusals = check_recipe(self.plan.recipe, self.plan.model)
+        replace(self.plan, refusals=tuple(refusals)).raise_refusals()
 
     def missing(self, step: Step) -> Step | None:
         """The first step this one needs that is not on disk."""
@@ -85,6 +115,7 @@ class _Walk:
         changed = self.state(step)
         if changed == [] and not self.again(step):
             yield self.skipped(step)
+            self.judge(step)
             return
         if changed and not self.again(step):
             self.refuse_other_settings(step, changed)
@@ -96,6 +127,11 @@ class _Walk:
 
     def state(self, step: Step) -> list[str] | None:
         return artifact.differences(step.folder, self.origin(step))
+
+    def judge(self, step: Step) -> None:
+        """Gates are no part of a measurement: one that was changed is checked again."""
+        if step.stage == "evaluate" and (scores := read_scores(step.folder)):
+            check_gates(step.subject, scores, self.plan.recipe.gates)
 
     def skipped(self, step: Step) -> Finished:
         manifest = artifact.read_manifest(step.folder)
@@ -131,7 +167,9 @@ class _Walk:
         self.digests.pop(step.folder, None)
 
     def forget(self, step: Step) -> None:
-        """Redoing a stage starts from nothing: what an unfinished attempt left goes too."""
+        """Asked to redo a stage, drop what an unfinished attempt left of it too."""
+        if self.again(step):
+            checkpoints.forget(step.folder)
 
     def origin(self, step: Step) -> Origin:
         inputs = {role: self.digest(folder) for role, folder in step.inputs.items()}
@@ -146,15 +184,10 @@ class _Walk:
         return self.digests[folder]
 
     def data_digest(self) -> str:
-        from pippin.data.dataset import data_digest
-
         key = Path("data")
         if key not in self.digests:
             self.digests[key] = data_digest(self.plan.recipe.data, self.plan.recipe.folder)
         return self.digests[key]
-
-    def report(self) -> None:
-        """Write report.html once there is something to report."""
 
 
 def stage_function(stage: str) -> Any:
@@ -162,12 +195,7 @@ def stage_function(stage: str) -> Any:
     return getattr(importlib.import_module(f"pippin.stages.{stage}"), stage)
 
 
-def versions() -> dict[str, str]:
-    """Versions of what computes; a package that is not installed is left out."""
-    found = {"pippin": __version__, "python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+def done_steps(plan: Plan) -> set[str]:
+    """Names of the steps that are on disk, made as the plan would make them."""
+    walk = _Walk(plan=plan, redo=frozenset())
+    return {step.name for step in plan.steps if walk.state(step) == []}

@@ -1,0 +1,220 @@
+"""What each step will need of memory, disk and time: the arithmetic of memory.py for a plan."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pippin import memory
+from pippin.machine import Machine
+from pippin.memory import DTYPE_BYTES, TrainShape
+from pippin.model.adapter import adapted_linears
+from pippin.model.config import ModelConfig, parse_config, read_config
+from pippin.model.gguf_file import make_config, open_gguf
+from pippin.model.source import locate
+from pippin.model.weights import Checkpoint
+from pippin.recipe import Recipe
+from pippin.steps import Step
+
+# Resident after the framework and transformers are imported, before any tensor.
+FRAMEWORK = 400_000_000
+# Freed blocks of many sizes that the C library keeps while it trains; none on an accelerator.
+HEAP = 500_000_000
+# The share of a matrix product's own rate that training and scoring reach.
+REACHED = 0.6
+# A decoded token waits for memory, not for arithmetic: this many times a scored one's time.
+DECODING = 8
+# Export builds the model in float32 a few times over before it is packed.
+EXPORT_COPIES = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Need:
+    """Peak memory and disk in bytes; seconds where they can be told."""
+
+    memory: int
+    disk: int
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """A model as the arithmetic sees it. `linears` are (inputs, outputs) of the adapted ones."""
+
+    config: ModelConfig
+    linears: tuple[tuple[int, int], ...]
+
+
+def look(recipe: Recipe, model: Path) -> Facts | None:
+    """The model's shape, from its folder or its GGUF file; None while it is only on the hub."""
+    if (model / "config.json").is_file():
+        linears = adapted_linears(Checkpoint(model), recipe.lora)
+        return Facts(config=read_config(model), linears=tuple(linears.values()))
+    place = locate(recipe.model, recipe.folder).location
+    if not isinstance(place, Path):
+        return None
+    config = parse_config(make_config(open_gguf(place)), place)
+    return Facts(config=config, linears=_guess_linears(config, recipe.lora.targets))
+
+
+def _guess_linears(config: ModelConfig, targets: Sequence[str]) -> tuple[tuple[int, int], ...]:
+    """Before the tensors' names are there: the Llama family's; a pattern counts as all."""
+    shapes = memory.linear_shapes(config)
+    named = [shapes[t] for t in targets if t in shapes]
+    whole = any(t not in shapes for t in targets)
+    return tuple(shapes.values() if whole else named) * config.num_layers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Forecast:
+    """Asks memory.py about the stages of one recipe; `updates` of training where they are known."""
+
+    recipe: Recipe
+    machine: Machine
+    facts: Facts
+    updates: int | None = None
+
+    def need(self, step: Step) -> Need:
+        """What one step needs."""
+        if step.stage == "evaluate" and "bundle" in step.inputs:
+            return self.deployed()
+        return getattr(self, step.stage)()
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element while training."""
+        return DTYPE_BYTES[self.train_dtype]
+
+    @property
+    def train_dtype(self) -> str:
+        """`auto` is bfloat16 where the device computes it natively."""
+        dtype, device = self.recipe.model.dtype, self.machine.device(self.recipe.model.device)
+        if dtype != "auto":
+            return dtype
+        return "bfloat16" if device != "cpu" or self.machine.native_bfloat16 else "float32"
+
+    @property
+    def trained(self) -> int:
+        """Trainable parameters."""
+        if self.recipe.train.method == "full":
+            return memory.parameters(self.facts.config)
+        return memory.adapter_parameters(self.facts.linears, self.recipe.lora.rank)
+
+    @property
+    def overhead(self) -> int:
+        """What is resident besides tensors, in the memory that counts for the device."""
+        return FRAMEWORK if self.machine.device(self.recipe.model.device) == "cpu" else 0
+
+    def fetch(self) -> Need:
+        """A tensor at a time in float32; weights in two bytes on disk."""
+        largest = 8 * memory.largest_tensor(self.facts.config)
+        return Need(memory=largest, disk=2 * memory.parameters(self.facts.config))
+
+    def train(self) -> Need:
+        """Weights, adapter, optimizer, activations; checkpoints hold masters and both moments."""
+        train, config = self.recipe.train, self.facts.config
+        shape = TrainShape(
+            tokens=train.row_tokens * train.batch_rows,
+            itemsize=self.itemsize,
+            trained=self.trained,
+            lora=train.method == "lora",
+            checkpointing=train.gradient_checkpointing,
+        )
+        heap = HEAP if self.overhead else 0
+        kept = 12 * self.trained * (train.keep_checkpoints if train.checkpoint_every else 0)
+        return Need(
+            memory=memory.train_bytes(config, shape).total + self.overhead + heap,
+            disk=(4 if train.method == "lora" else 2) * self.trained + kept,
+            seconds=self._train_seconds(),
+        )
+
+    def _train_seconds(self) -> float | None:
+        """4N operations a token for an adapter, 6N for all; 2N more to recompute."""
+        if self.updates is None or self._rate is None:
+            return None
+        train = self.recipe.train
+        factor = (4 if train.method == "lora" else 6) + 2 * train.gradient_checkpointing
+        tokens = train.row_tokens * train.batch_rows * train.accumulate * self.updates
+        faster = 2 if self.itemsize == 2 and self.machine.native_bfloat16 else 1
+        return factor * memory.parameters(self.facts.config) * tokens / self._rate / faster
+
+    @property
+    def _rate(self) -> float | None:
+        if self.machine.device(self.recipe.model.device) != "cpu":
+            return None
+        return self.machine.gflops * 1e9 * REACHED
+
+    def merge(self) -> Need:
+        """One tensor and its delta; a whole model on disk."""
+        config = self.facts.config
+        return Need(
+            memory=memory.merge_bytes(config, 2) + self.overhead // 2,
+            disk=2 * memory.parameters(config),
+        )
+
+    def quantize(self) -> Need:
+        """One tensor; packed codes on disk."""
+        return Need(
+            memory=memory.quantize_bytes(self.facts.config, 2) + self.overhead // 2,
+            disk=self._quantized(),
+        )
+
+    def evaluate(self) -> Need:
+        """The dense model in the evaluation's dtype, a batch of rows, the answers' cache."""
+        asked = self.recipe.evaluate
+        itemsize = DTYPE_BYTES.get(asked.dtype, self.itemsize)
+        tokens = self.recipe.data.max_seq_len
+        needed = memory.evaluate_bytes(self.facts.config, asked.batch_rows, tokens, itemsize)
+        return Need(
+            memory=needed + self.overhead,
+            disk=8 * asked.topk * asked.rows * tokens,
+            seconds=self._evaluate_seconds(tokens),
+        )
+
+    def _evaluate_seconds(self, tokens: int) -> float | None:
+        """2N operations a token, at most: rows as long as they may be."""
+        if self._rate is None:
+            return None
+        asked = self.recipe.evaluate
+        scored = asked.rows * tokens
+        decoded = asked.generate_rows * asked.max_tokens * DECODING
+        return 2 * memory.parameters(self.facts.config) * (scored + decoded) / self._rate
+
+    def deploy(self) -> Need:
+        """Export in float32; a file of about the quantized size, with some tables beside it."""
+        dense = 4 * memory.parameters(self.facts.config) * EXPORT_COPIES
+        return Need(memory=dense + FRAMEWORK, disk=self._quantized() * 5 // 4)
+
+    def deployed(self) -> Need:
+        """The file and its runtime."""
+        config = self.facts.config
+        cache = memory.cache_bytes(config, 1, self.recipe.deploy.context, 4)
+        return Need(memory=2 * self._quantized() + cache + FRAMEWORK, disk=0)
+
+    def _quantized(self) -> int:
+        q = self.recipe.quantize
+        grids = ((q.bits, q.group_size), (q.embed_bits, q.embed_group_size))
+        return memory.quantized_size(self.facts.config, grids)
+
+
+def smaller(forecast: Forecast) -> list[tuple[str, Forecast]]:
+    """Changes that make training smaller, the gentlest first: (keys to set, its forecast)."""
+    recipe, train = forecast.recipe, forecast.recipe.train
+    options = []
+    for rows in _halves(train.batch_rows, 1):
+        options.append((f"train.batch_rows = {rows}", replace(train, batch_rows=rows)))
+    spared = replace(train, batch_rows=1, gradient_checkpointing=True)
+    keys = "train.batch_rows = 1, " if train.batch_rows > 1 else ""
+    keys += "train.gradient_checkpointing = true"
+    options.append((keys, spared))
+    for tokens in _halves(train.row_tokens, 128):
+        text = f"{keys}, train.row_tokens and data.max_seq_len = {tokens}"
+        options.append((text, replace(spared, row_tokens=tokens)))
+    return [(t, replace(forecast, recipe=replace(recipe, train=new))) for t, new in options]
+
+
+def _halves(value: int, least: int) -> list[int]:
+    halves = []
+    while value // 2 >= least:
+        value //= 2
+        halves.append(value)
+    return halves

@@ -1,0 +1,199 @@
+"""Bytes each stage needs: arithmetic over a model's shape, no framework, no model in memory.
+
+Every function gives bytes (or counts, where it says so) and the formula behind them. Letters: L
+layers, D hidden, F feed-forward, H heads, K kv heads, C head channels, V vocabulary, R rank,
+n tokens computed at once, b bytes of an element.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+LOSS_CHUNK = 2**26  # float32 logits that exist at once, whatever the length of the batch
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+class Shape(Protocol):
+    """What the arithmetic needs to know of a model; ModelConfig has it."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def tied_embeddings(self) -> bool: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainBytes:
+    """Where training's memory goes."""
+
+    weights: int
+    adapter: int
+    gradients: int
+    moments: int
+    activations: int
+    loss: int
+
+    @property
+    def total(self) -> int:
+        """All of it at once: the moment before the backward pass lets go of activations."""
+        return (
+            self.weights
+            + self.adapter
+            + self.gradients
+            + self.moments
+            + self.activations
+            + self.loss
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainShape:
+    """What a training step computes: `tokens` at once, elements of `itemsize` bytes.
+
+    `trained` counts trainable parameters. `lora` tells an adapter, whose masters stand beside the
+    frozen weights, from full fine-tuning, whose float32 weights are the masters.
+    """
+
+    tokens: int
+    itemsize: int
+    trained: int
+    lora: bool
+    checkpointing: bool
+
+
+def linear_shapes(shape: Shape) -> dict[str, tuple[int, int]]:
+    """(inputs, outputs) of the seven linears of one layer of the Llama family."""
+    d, f = shape.hidden_size, shape.intermediate_size
+    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    sizes = ((d, q), (d, kv), (d, kv), (q, d), (d, f), (d, f), (f, d))
+    return dict(zip(LINEARS, sizes, strict=True))
+
+
+def parameters(shape: Shape) -> int:
+    """Count: L (D(2HC + 2KC) + 3DF + 2D) + VD (twice when untied) + D."""
+    layer = sum(i * o for i, o in linear_shapes(shape).values()) + 2 * shape.hidden_size
+    embedding = shape.vocab_size * shape.hidden_size * (1 if shape.tied_embeddings else 2)
+    return shape.num_layers * layer + embedding + shape.hidden_size
+
+
+def adapter_parameters(linears: Iterable[tuple[int, int]], rank: int) -> int:
+    """Count: R (inputs + outputs) of every adapted linear."""
+    return sum(rank * (inputs + outputs) for inputs, outputs in linears)
+
+
+def layer_activations(shape: Shape, tokens: int, itemsize: int) -> int:
+    """Kept by one layer for its backward: n b (6D + 2HC + 2KC + 4F), and n (4H + 8).
+
+    Two norms keep input, normalised input and output (6D, what the adapters read among it);
+    attention keeps q, k, v and its output (2HC + 2KC); the feed-forward keeps gate, silu(gate), up
+    and their product (4F). The softmax keeps a float32 per head, the norms one each.
+    """
+    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    wide = 6 * shape.hidden_size + 2 * q + 2 * kv + 4 * shape.intermediate_size
+    return tokens * (itemsize * wide + 4 * shape.num_heads + 8)
+
+
+def activations(shape: Shape, tokens: int, itemsize: int, checkpointing: bool) -> int:
+    """All layers' at once; with checkpointing the inputs of all layers and one layer's own.
+
+    L x layer, or L n b D + layer. Embedding output and final norm add 4 n b D.
+    """
+    layer = layer_activations(shape, tokens, itemsize)
+    ends = 4 * tokens * itemsize * shape.hidden_size
+    if checkpointing:
+        return shape.num_layers * tokens * itemsize * shape.hidden_size + layer + ends
+    return shape.num_layers * layer + ends
+
+
+def loss_bytes(shape: Shape, tokens: int, itemsize: int) -> int:
+    """Chunked cross-entropy: logits in float32, their copy in the model's dtype, in one chunk.
+
+    min(n V 4, chunk) (1 + b/4), and the gradient of the hidden states n b D. The full n x V tensor
+    never exists.
+    """
+    chunk = min(tokens * shape.vocab_size * 4, LOSS_CHUNK)
+    return chunk + chunk * itemsize // 4 + tokens * itemsize * shape.hidden_size
+
+
+def train_bytes(shape: Shape, train: TrainShape) -> TrainBytes:
+    """LoRA: frozen weights in b bytes, adapter masters, gradients and two moments in float32.
+
+    Full: weights in b bytes with a float32 master where b < 4, gradients in b, two moments of 4.
+    """
+    trained, b = train.trained, train.itemsize
+    masters = 4 * trained if train.lora or b < 4 else 0
+    return TrainBytes(
+        weights=parameters(shape) * b,
+        adapter=masters,
+        gradients=trained * (4 if train.lora else b),
+        moments=8 * trained,
+        activations=activations(shape, train.tokens, b, train.checkpointing),
+        loss=loss_bytes(shape, train.tokens, b),
+    )
+
+
+def cache_bytes(shape: Shape, rows: int, tokens: int, itemsize: int) -> int:
+    """Keys and values of `rows` conversations of `tokens`: 2 L rows tokens KC b."""
+    kv = shape.num_kv_heads * shape.head_dim
+    return 2 * shape.num_layers * rows * tokens * kv * itemsize
+
+
+def evaluate_bytes(shape: Shape, rows: int, tokens: int, itemsize: int) -> int:
+    """Weights, one layer's activations of a batch, one chunk of logits, the cache of the answers.
+
+    P b + layer(rows x tokens) + 2 chunk + cache(rows, tokens).
+    """
+    weights = parameters(shape) * itemsize
+    layer = layer_activations(shape, rows * tokens, itemsize)
+    chunk = min(rows * tokens * shape.vocab_size * 4, LOSS_CHUNK)
+    return weights + layer + 2 * chunk + cache_bytes(shape, rows, tokens, itemsize)
+
+
+def largest_tensor(shape: Shape) -> int:
+    """Elements of the largest matrix: the embedding, or a linear."""
+    linears = max(i * o for i, o in linear_shapes(shape).values())
+    return max(shape.vocab_size * shape.hidden_size, linears)
+
+
+def merge_bytes(shape: Shape, itemsize: int) -> int:
+    """One tensor as stored, in float32, its delta in float32, and the result: E (2b + 8)."""
+    return largest_tensor(shape) * (2 * itemsize + 8)
+
+
+def quantize_bytes(shape: Shape, itemsize: int) -> int:
+    """One tensor as stored, in float32, scaled, its codes, its values again: E (b + 13)."""
+    return largest_tensor(shape) * (itemsize + 13)
+
+
+def quantized_size(shape: Shape, grids: tuple[tuple[int, int], tuple[int, int]]) -> int:
+    """Bytes on disk for ((bits, group) of the linears, (bits, group) of embedding and head).
+
+    Each weight costs bits/8, each group a scale and a bias of two bytes; norms stay in two. Group
+    0 is one group a row, bits of 16 leave a tensor as it is.
+    """
+    linears, embeds = grids
+    layer = sum(_packed(i, o, *linears) for i, o in linear_shapes(shape).values())
+    tables = 1 if shape.tied_embeddings else 2
+    embedding = _packed(shape.hidden_size, shape.vocab_size, *embeds) * tables
+    norms = 2 * (2 * shape.num_layers + 1) * shape.hidden_size
+    return shape.num_layers * layer + embedding + norms
+
+
+def _packed(inputs: int, outputs: int, bits: int, group: int) -> int:
+    if bits == 16:
+        return 2 * inputs * outputs
+    groups = -(-inputs // group) if group else 1
+    return outputs * (-(-inputs * bits // 8) + 4 * groups)

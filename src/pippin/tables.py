@@ -1,0 +1,99 @@
+"""Tables as they are printed: the plan, the stages side by side, the answers."""
+
+from collections.abc import Iterator
+
+from rich import box
+from rich.console import Group
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from pippin.figures import bytes_text, count_text, duration_text
+from pippin.plan import Plan
+from pippin.steps import Step
+
+UNKNOWN = "?"
+# Columns of the summary that fit 80 characters; the report has them all.
+SHORT = {
+    "stage": "stage",
+    "loss": "loss",
+    "kl": "KL",
+    "top1": "top-1",
+    "exact_match": "exact",
+    "gain_kept": "gain kept",
+    "size_bytes": "size",
+    "bits_per_weight": "bits",
+    "gates": "gates",
+}
+GATE_STYLE = {"passed": "green", "missed": "bold red"}
+
+
+def summary(rows: list[dict[str, str]]) -> Table:
+    """The measured stages, one a row; `rows` as report.summary_table gives them."""
+    table = _table()
+    for key, heading in SHORT.items():
+        left = key in ("stage", "gates")
+        table.add_column(heading, justify="left" if left else "right", no_wrap=key != "stage")
+    for row in rows:
+        cells = [Text(row[key]) for key in SHORT]
+        cells[-1].stylize(GATE_STYLE.get(row["gates"], ""))
+        table.add_row(*cells)
+    return table
+
+
+def answers(prompts: list[tuple[str, dict[str, str]]], width: int) -> Group:
+    """Each prompt, and under it what every stage answered."""
+    parts: list[Text | Padding | Table] = []
+    for prompt, by_stage in prompts:
+        parts.append(Text(prompt, style="bold"))
+        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+        table.add_column(no_wrap=True, style="dim")
+        table.add_column(overflow="fold")
+        for stage, answer in by_stage.items():
+            table.add_row(Text(stage), Text(" ".join(answer.split()) or "(nothing)"))
+        parts.append(Padding(table, (0, 0, 1, 2)))
+    return Group(*parts)
+
+
+def plan_facts(plan: Plan) -> Iterator[tuple[str, str]]:
+    """What a run computes with, as (name, value)."""
+    machine, train = plan.machine, plan.recipe.train
+    memory = f"{bytes_text(machine.memory_available)} of {bytes_text(machine.memory_total)} free"
+    shared = ", shared with the GPU" if machine.shared_memory else ""
+    yield "machine", f"{machine.chip}, {machine.cores} cores, {memory}{shared}"
+    if machine.accelerator:
+        a = machine.accelerator
+        yield a.kind, f"{a.name}, {bytes_text(a.memory_available)} free"
+    yield "engine", f"{plan.recipe.model.engine} on {plan.device}"
+    yield "dtypes", f"trains in {plan.dtype}, evaluates in {plan.recipe.evaluate.dtype}"
+    shape = f"{train.row_tokens} tokens x {train.batch_rows} rows x {train.accumulate} passes"
+    yield "update", f"{plan.tokens_per_step:,} tokens ({shape})"
+    if plan.updates:
+        total = count_text(plan.updates * plan.tokens_per_step)
+        yield "updates", f"{plan.updates:,}, {total} tokens with padding"
+    yield "folder", str(plan.folder)
+
+
+def plan_steps(plan: Plan, done: set[str]) -> Table:
+    """Every step with its forecast."""
+    table = _table()
+    table.add_column("step", no_wrap=True)
+    for heading in ("memory", "disk", "time"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for step in plan.steps:
+        state = Text("done before" if step.name in done else "", style="dim")
+        table.add_row(Text(step.name), *_need(plan, step), state)
+    return table
+
+
+def _need(plan: Plan, step: Step) -> tuple[str, str, str]:
+    need = plan.needs.get(step.name)
+    if need is None:
+        return UNKNOWN, UNKNOWN, UNKNOWN
+    time = UNKNOWN if need.seconds is None else duration_text(need.seconds)
+    return bytes_text(need.memory), bytes_text(need.disk), time
+
+
+def _table() -> Table:
+    return Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), header_style="bold")
