@@ -38,6 +38,7 @@ class Optimizer:
         )
         self.updates = 0
         self._unmoved = set(parameters)
+        self._checks = 0
 
     def grad_norm(self) -> Tensor:
         """The norm of the summed gradients of all masters, a scalar on the device."""
@@ -120,8 +121,8 @@ class Optimizer:
             for name, (place, before) in watched.items()
             if bool(self.masters[name].detach().view(-1)[place] == before)
         }
-        self._unmoved = still
-        stuck = sorted(n for n in still if self.updates > 1 or not self.waits(n))
+        self._unmoved, self._checks = still, self._checks + 1
+        stuck = sorted(n for n in still if self._checks > 1 or not self.waits(n))
         if stuck:
             raise ModelError(
                 f"{len(stuck)} trainable tensors did not move in update {self.updates}: "

@@ -1,0 +1,87 @@
+"""Fixtures that several folders share: tiny random checkpoints of many architectures."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_SHAPE = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_GEMMA = {
+    "sliding_window": 4,
+    "query_pre_attn_scalar": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+
+# kind -> (transformers' config class, what differs from _SHAPE)
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {"tie_word_embeddings": False}),
+    "llama_tied": ("LlamaConfig", {"tie_word_embeddings": True}),
+    "llama_bias": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
+    "llama_head100": ("LlamaConfig", {"head_dim": 10, "num_key_value_heads": 4}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen3": ("Qwen3Config", {}),
+    "mistral": ("MistralConfig", {"sliding_window": 4}),
+    "gemma2": (
+        "Gemma2Config",
+        {**_GEMMA, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0},
+    ),
+    "gemma3": ("Gemma3TextConfig", _GEMMA),
+    "cohere": ("CohereConfig", {"logit_scale": 0.25}),
+    "granite": ("GraniteConfig", {"logits_scaling": 4.0, "attention_multiplier": 0.2}),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            "sliding_window": 4,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "mamba2": (
+        "Mamba2Config",
+        {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 4},
+    ),
+}
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A folder with a tiny random float32 model of a kind, written by transformers."""
+    made: dict[str, Path] = {}
+
+    def make(kind: str) -> Path:
+        if kind not in made:
+            made[kind] = _write(kind, tmp_path_factory.mktemp(kind))
+        return made[kind]
+
+    return make
+
+
+def _write(kind: str, folder: Path) -> Path:
+    import torch
+    import transformers
+
+    name, extra = KINDS[kind]
+    config = getattr(transformers, name)(**{**_SHAPE, **extra})
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        network = transformers.AutoModelForCausalLM.from_config(config)
+        for parameter in network.parameters():
+            if parameter.dim() == 1:
+                torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    network.save_pretrained(folder)
+    return folder

@@ -1,0 +1,143 @@
+"""Packed, padded and single samples give the same numbers, in every architecture that packs."""
+
+import numpy as np
+import pytest
+import torch
+
+from pippin.engines.torch import attention, probe
+from pippin.engines.torch.body import hidden_states
+from pippin.engines.torch.rows import masked_rows, packed_rows
+from pippin.errors import ModelError
+from pippin.recipe import Train
+
+pytestmark = pytest.mark.torch
+
+PACKING = [
+    "llama",
+    "llama_head100",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "gemma2",
+    "gemma3",
+    "cohere",
+    "granite",
+    "gpt_oss",
+]
+
+
+def single_losses(network, samples):
+    """Each sample through the network's own forward with its own attention, in float64 sums."""
+    out = []
+    for sample in samples:
+        tokens = torch.tensor(sample[None].astype(np.int64))
+        with torch.no_grad():
+            logits = network(input_ids=tokens, use_cache=False).logits[0, :-1].double()
+        out.append(torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="sum").item())
+    return out
+
+
+@pytest.mark.parametrize("kind", PACKING)
+def test_packed_equals_padded_equals_single(kind, tiny, engine, samples, pack):
+    model = engine.load(tiny(kind), "float32")
+    alone = single_losses(model.network, samples)
+    trainer = model.trainer(Train(), None, {}, 0)
+    assert trainer.ability.packs
+    assert trainer.ability.layout is packed_rows
+    assert trainer.notices == ()
+    packed = trainer.loss(pack([samples[:3], samples[3:]]))[0]
+    padded = trainer.loss(pack([[sample] for sample in samples]))[0]
+    one_by_one = [trainer.loss(pack([[sample]]))[0] for sample in samples]
+    assert packed == pytest.approx(sum(alone), rel=3e-6)
+    assert padded == pytest.approx(sum(alone), rel=3e-6)
+    np.testing.assert_allclose(one_by_one, alone, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gemma3", "mistral"])
+def test_hidden_states_in_float64(kind, tiny, engine, samples, pack):
+    network = engine.load(tiny(kind), "float64").network
+    batch = pack([samples])
+    with torch.no_grad():
+        alone = [hidden_states(network, torch.tensor(s[None]).long())[0] for s in samples]
+        attention.register()
+        network.set_attn_implementation(attention.NAME)
+        rows = packed_rows(batch, network.device)
+        packed = hidden_states(network, rows.tokens_BT, **rows.extra)[0]
+    torch.testing.assert_close(
+        packed, torch.cat(alone), rtol=1e-5, atol=1e-5
+    )  # eager softmax is float32
+
+
+def test_packed_gradients_equal_those_of_plain_attention_in_float64(tiny, engine, samples, pack):
+    grads = []
+    for layout in (packed_rows, masked_rows):
+        network = engine.load(tiny("llama"), "float64").network.requires_grad_(True)
+        if layout is packed_rows:
+            network.set_attn_implementation(attention.NAME)
+        rows = layout(pack([samples[:3], samples[3:]]), network.device)
+        hidden_states(network, rows.tokens_BT, **rows.extra).pow(3).sum().backward()
+        grads.append({n: p.grad for n, p in network.model.named_parameters()})
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grad, grads[1][name], rtol=1e-9, atol=1e-9)
+
+
+def test_short_bfloat16_samples_are_attended_in_float32():
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, 4, 12, 8), (1, 2, 12, 8), (1, 2, 12, 8)]
+    q, k, v = (torch.randn(s, generator=generator).bfloat16() for s in shapes)
+    packing = attention.Packing(bounds=((0, 5), (5, 12)))
+    out, _ = attention.packed_attention(torch.nn.Module(), q, k, v, None, packing=packing)
+    exact = [
+        torch.nn.functional.scaled_dot_product_attention(
+            *(x[:, :, a:b].double() for x in (q, k, v)), is_causal=True, enable_gqa=True
+        )
+        for a, b in packing.bounds
+    ]
+    wanted = torch.cat(exact, 2).transpose(1, 2)
+    assert (out.double() - wanted).abs().max() <= 2**-8 * wanted.abs().max()
+
+
+def test_padding_never_enters(tiny, engine, samples, pack):
+    trainer = engine.load(tiny("llama"), "float32").trainer(Train(), None, {}, 0)
+    batch = pack([samples[:2]])
+    before = trainer.loss(batch)
+    batch.tokens_BT[batch.segments_BT == 0] = 50
+    assert trainer.loss(batch) == before
+
+
+def test_a_recurrent_model_is_not_packed(tiny, engine, samples, pack):
+    model = engine.load(tiny("mamba2"), "float32")
+    with pytest.raises(ModelError, match="Mamba2ForCausalLM cannot keep packed samples apart") as e:
+        model.trainer(Train(), None, {}, 0)
+    assert "train.packing = false" in e.value.hint
+    alone = single_losses(model.network, samples)
+    trainer = model.trainer(Train(packing=False), None, {}, 0)
+    padded = trainer.loss(pack([[sample] for sample in samples]))[0]
+    assert padded == pytest.approx(sum(alone), rel=1e-5)
+
+
+def test_a_leaking_attention_is_found(tiny, engine, monkeypatch):
+    """The probe must fail when samples see each other: else it proves nothing."""
+    network = engine.load(tiny("llama"), "float32").network
+
+    def leaking(module, q, k, v, mask, packing=None, scaling=None, **_):
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scaling, enable_gqa=True
+        )
+        return out.transpose(1, 2), None
+
+    monkeypatch.setattr(attention, "packed_attention", leaking)
+    ability = probe.find_ability(network)
+    monkeypatch.undo()
+    attention.register()
+    assert ability.layout is masked_rows
+    assert "block mask" in ability.notice
+
+
+def test_a_window_the_layers_do_not_tell_of_limits_the_samples(tiny, engine, samples, pack):
+    model = engine.load(tiny("llama"), "float32")
+    model.network.config.sliding_window = 6
+    trainer = model.trainer(Train(), None, {}, 0)
+    trainer.loss(pack([samples[:1]]))
+    with pytest.raises(ModelError, match="11 tokens exceeds the attention window of 6"):
+        trainer.loss(pack([samples[4:5]]))
