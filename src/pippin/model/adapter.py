@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from pippin.errors import ModelError, UsageError
 from pippin.model import names
-from pippin.model.config import read_config
+from pippin.model.quantized import DenseView
 from pippin.model.weights import Checkpoint, Writer, file_tensors, read_tensor
 from pippin.recipe import Lora
 
@@ -34,6 +34,7 @@ _PLAIN = {
     "layer_replication": None,
     "target_parameters": None,
     "trainable_token_indices": None,
+    "ensure_weight_tying": False,
     "alora_invocation_tokens": None,
     "use_bdlora": None,
     "arrow_config": None,
@@ -77,13 +78,13 @@ def adapted_linears(checkpoint: Checkpoint, lora: Lora) -> dict[str, tuple[int, 
     `lora.targets` are last names (`q_proj`), patterns over full names (`model.layers.1?.*`), or
     `all-linear`: every linear of the decoder layers. Raises UsageError for one that names none.
     """
-    model_type = read_config(checkpoint.folder).model_type
+    view = DenseView(checkpoint.folder)
     linears: dict[str, tuple[int, int]] = {}
-    for tensor in sorted(checkpoint.tensors, key=names.natural):
-        shape = checkpoint.tensors[tensor].shape
+    for tensor in sorted(view.tensors, key=names.natural):
+        shape = view.tensors[tensor].shape
         if names.is_linear(tensor, shape):
             name = names.module(tensor)
-            swap = names.is_transposed(model_type, name)
+            swap = names.is_transposed(view.config.model_type, name)
             linears[name] = (shape[0], shape[1]) if swap else (shape[1], shape[0])
     chosen = {name for target in lora.targets for name in _matches(target, linears)}
     return {name: shape for name, shape in linears.items() if name in chosen}

@@ -103,6 +103,11 @@ def with_dtype(raw: dict[str, Any], dtype: str) -> dict[str, Any]:
     return raw | {"dtype": dtype, "torch_dtype": dtype}
 
 
+def without_quantization(raw: dict[str, Any]) -> dict[str, Any]:
+    """The config of the dense model."""
+    return {key: value for key, value in raw.items() if not key.startswith("quantization")}
+
+
 def with_rope_keys(raw: dict[str, Any]) -> dict[str, Any]:
     """The config with rope's figures at top level too, where mlx-lm looks for them.
 

@@ -5,6 +5,7 @@ import re
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 INDEX = "model.safetensors.index.json"
+HEAD = "lm_head.weight"
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."

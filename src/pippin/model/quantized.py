@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from pippin.errors import ModelError
 from pippin.model.config import ModelConfig, read_config
-from pippin.model.weights import Checkpoint, nbytes
+from pippin.model.weights import Checkpoint, Spec, nbytes
 from pippin.quantizers import Grid
 
 BITS = (2, 3, 4, 5, 6, 8)
@@ -95,25 +95,62 @@ def layout(config: ModelConfig, name: str) -> Grid | None:
     )
 
 
-def read_dense(checkpoint: Checkpoint, config: ModelConfig, module: str) -> NDArray[np.float32]:
-    """One quantized module's weight as float32, (O, I)."""
-    grid = layout(config, module)
-    packed_OP = checkpoint.read(f"{module}.weight")
-    scales_OG = checkpoint.read(f"{module}.scales")
-    biases_OG = checkpoint.read(f"{module}.biases")
-    if grid is None or packed_OP.dtype != np.uint32 or packed_OP.ndim != 2:
-        raise ModelError(
-            f"{module} of {checkpoint.folder} has scales but no codes that pippin can read",
-            "start from the dense model",
-        )
-    inputs = packed_OP.shape[1] * 32 // grid.bits
-    if scales_OG.shape != (len(packed_OP), inputs // grid.group_size):
-        raise ModelError(
-            f"{module}: {grid.bits} bits in groups of {grid.group_size} do not fit scales of shape "
-            f"{scales_OG.shape} and {packed_OP.shape[1]} words a row",
-            "config.json and the weights are not of one model",
-        )
-    return dequantize(unpack(packed_OP, grid.bits, inputs), scales_OG, biases_OG)
+class DenseView:
+    """A plain or quantized folder seen as the dense model: every weight under its plain name.
+
+    `tensors` gives the dense shapes; the dtype of a quantized weight is that of its scales. Raises
+    ModelError where config.json and the tensors are not of one model.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.checkpoint = Checkpoint(folder)
+        self.config = read_config(folder)
+        self.tensors: dict[str, Spec] = {}
+        self._grids: dict[str, Grid] = {}
+        for name, info in self.checkpoint.tensors.items():
+            module, _, kind = name.rpartition(".")
+            if f"{module}.scales" not in self.checkpoint.tensors or kind == "bias":
+                self.tensors[name] = Spec(shape=info.shape, dtype=info.dtype)
+            elif kind == "weight":
+                self._grids[name] = self._grid(module)
+                inputs = info.shape[1] * 32 // self._grids[name].bits
+                dtype = self.checkpoint.tensors[f"{module}.scales"].dtype
+                self.tensors[name] = Spec(shape=(info.shape[0], inputs), dtype=dtype)
+
+    def read(self, name: str) -> NDArray[Any]:
+        """A whole weight: float32 if it was quantized, in its stored dtype if not."""
+        if name not in self._grids:
+            return self.checkpoint.read(name)
+        return self.read_rows(name, 0, self.tensors[name].shape[0])
+
+    def read_rows(self, name: str, start: int, stop: int) -> NDArray[Any]:
+        """Rows of a weight, as `read`."""
+        packed = self.checkpoint.read_rows(name, start, stop)
+        if name not in self._grids:
+            return packed
+        module = name.removesuffix(".weight")
+        scales_OG = self.checkpoint.read_rows(f"{module}.scales", start, stop)
+        biases_OG = self.checkpoint.read_rows(f"{module}.biases", start, stop)
+        codes_OI = unpack(packed, self._grids[name].bits, self.tensors[name].shape[1])
+        return dequantize(codes_OI, scales_OG, biases_OG)
+
+    def _grid(self, module: str) -> Grid:
+        tensors = self.checkpoint.tensors
+        packed, scales = tensors[f"{module}.weight"], tensors[f"{module}.scales"]
+        grid = layout(self.config, module)
+        if grid is None or packed.dtype != np.uint32 or f"{module}.biases" not in tensors:
+            raise ModelError(
+                f"{module} of {self.checkpoint.folder} has scales and no codes that pippin reads",
+                "start from the dense model",
+            )
+        groups = packed.shape[-1] * 32 // grid.bits // grid.group_size
+        if len(packed.shape) != 2 or scales.shape != (packed.shape[0], groups):
+            raise ModelError(
+                f"{module}: {grid.bits} bits in groups of {grid.group_size} do not fit scales of "
+                f"shape {scales.shape} and codes of {packed.shape}",
+                "config.json and the weights are not of one model",
+            )
+        return grid
 
 
 def dense_tensors(folder: Path) -> Iterator[tuple[str, NDArray[Any]]]:
@@ -121,29 +158,14 @@ def dense_tensors(folder: Path) -> Iterator[tuple[str, NDArray[Any]]]:
 
     What was quantized comes as float32, what was not in its stored dtype.
     """
-    checkpoint, config = Checkpoint(folder), read_config(folder)
-    for name in checkpoint.tensors:
-        module, _, kind = name.rpartition(".")
-        if f"{module}.scales" not in checkpoint.tensors:
-            yield name, checkpoint.read(name)
-        elif kind == "weight":
-            yield name, read_dense(checkpoint, config, module)
-        elif kind == "bias":
-            yield name, checkpoint.read(name)
+    view = DenseView(folder)
+    for name in view.tensors:
+        yield name, view.read(name)
 
 
 def count_weights(folder: Path) -> int:
     """How many weights the dense model has; scales and biases of groups are none."""
-    checkpoint, config = Checkpoint(folder), read_config(folder)
-    total = 0
-    for name, info in checkpoint.tensors.items():
-        module, _, kind = name.rpartition(".")
-        grid = layout(config, module) if f"{module}.scales" in checkpoint.tensors else None
-        if grid is None or kind == "bias":
-            total += math.prod(info.shape)
-        elif kind == "weight":
-            total += math.prod(info.shape) * 32 // grid.bits
-    return total
+    return sum(math.prod(spec.shape) for spec in DenseView(folder).tensors.values())
 
 
 def bits_per_weight(folder: Path) -> float:

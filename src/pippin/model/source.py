@@ -79,7 +79,7 @@ def fetch_into(found: Located, model: recipe.Model, folder: Path) -> Iterator[st
     if isinstance(found.location, Path):
         yield from convert(open_gguf(found.location), folder)
     else:
-        yield from _download(found.location, model.revision, folder)
+        yield from _download(found.location, model, folder)
     check_folder(folder, model.trust_remote_code)
 
 
@@ -102,7 +102,7 @@ def _builtin(name: str) -> Path:
     raise ModelError(f"builtin:{name} needs the package {package}", command)
 
 
-def _download(repo: str, revision: str | None, folder: Path) -> Iterator[str]:
+def _download(repo: str, model: recipe.Model, folder: Path) -> Iterator[str]:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -116,8 +116,8 @@ def _download(repo: str, revision: str | None, folder: Path) -> Iterator[str]:
     try:
         cached = snapshot_download(
             repo,
-            revision=revision,
-            allow_patterns=list(_HUB_FILES),
+            revision=model.revision,
+            allow_patterns=[*_HUB_FILES, *(("*.py",) if model.trust_remote_code else ())],
             ignore_patterns=list(_HUB_ELSEWHERE),
         )
     except GatedRepoError as error:
@@ -125,7 +125,9 @@ def _download(repo: str, revision: str | None, folder: Path) -> Iterator[str]:
             f"{repo} asks for an agreement first", "accept it on the hub, then `hf auth login`"
         ) from error
     except RevisionNotFoundError as error:
-        raise ModelError(f"{repo} has no revision {revision}", "check model.revision") from error
+        raise ModelError(
+            f"{repo} has no revision {model.revision}", "check model.revision"
+        ) from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise ModelError(
             f"{repo} is no folder here and not on the hub", "check model.source for a typo"
@@ -139,6 +141,14 @@ def _download(repo: str, revision: str | None, folder: Path) -> Iterator[str]:
         if path.is_file():
             link_or_copy(path, folder / path.name)
             yield path.name
+
+
+def copy_side_files(source: Path, target: Path) -> None:
+    """Copy what a model folder holds besides weights and config; code too, where config asks."""
+    code = [path.name for path in source.glob("*.py")] if read_raw(source).get("auto_map") else []
+    for name in (*SIDE_FILES, *code):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
 
 
 def link_or_copy(source: Path, target: Path) -> None:

@@ -1,0 +1,202 @@
+"""Merge an adapter into the weights it was trained on, one tensor at a time.
+
+Shape letters: I input features, O output features, R rank.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pippin import artifact
+from pippin.errors import ModelError
+from pippin.events import Event, Finished, Notice, Progress, Started
+from pippin.job import Job
+from pippin.model import names
+from pippin.model.adapter import Adapter, load_adapter
+from pippin.model.config import untied, with_dtype, without_quantization, write_raw
+from pippin.model.quantized import DenseView
+from pippin.model.source import copy_side_files
+from pippin.model.weights import Spec, Writer, is_finite, row_chunks
+
+STAGE = "merge"
+_CHUNK_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Delta:
+    """What is added to a tensor, as stored: scale * left @ right; left has the tensor's rows."""
+
+    left: NDArray[np.float32]
+    right: NDArray[np.float32]
+    scale: float
+
+    def rows(self, start: int, stop: int) -> NDArray[np.float32]:
+        """Rows of the update, float32."""
+        update = self.left[start:stop] @ self.right
+        update *= self.scale
+        return update
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Every tensor of the merged model: what it is made from, and what is added to it."""
+
+    specs: dict[str, Spec]
+    sources: dict[str, str]
+    deltas: dict[str, Delta]
+    config: dict[str, Any]
+    notices: tuple[str, ...]
+
+
+def merge(job: Job) -> Iterator[Event]:
+    """Write the model with the adapter's update in its weights.
+
+    Sums in float32 and casts once. Memory: the adapter, and some rows of one tensor. Raises
+    ModelError where the adapter was trained on another base, or a sum is not finite.
+    """
+    base, adapter = DenseView(job.inputs["model"]), load_adapter(job.inputs["adapter"])
+    refuse_other_base(adapter, job.origin.inputs.get("model", ""))
+    plan = plan_merge(base, adapter)
+    total = len(plan.specs)
+    yield Started(stage=STAGE, title="merge the adapter", total=total, unit="tensors")
+    for text in plan.notices:
+        yield Notice(stage=STAGE, text=text)
+    summary: dict[str, Any] = {"tensors": total, "merged": len(plan.deltas)}
+    with artifact.writing(job.folder, job.origin, summary) as folder:
+        write_raw(folder, plan.config)
+        copy_side_files(job.inputs["model"], folder)
+        with Writer(folder, plan.specs) as writer:
+            for done, name in enumerate(plan.specs, 1):
+                _write_tensor(writer, base, plan, name)
+                yield Progress(stage=STAGE, done=done, values={})
+        summary["size_bytes"] = artifact.size(folder)
+    yield Finished(stage=STAGE, folder=str(job.folder), summary=summary)
+
+
+def refuse_other_base(adapter: Adapter, digest: str) -> None:
+    """Raise ModelError where the adapter names another base by its digest."""
+    base = adapter.base
+    if base and base.digest and digest and base.digest != digest:
+        raise ModelError(
+            f"the adapter was trained on {base.name} with digest {base.digest[:12]}, "
+            f"this model has {digest[:12]}",
+            "merge into the weights it was trained on, or train it again on these",
+        )
+
+
+def plan_merge(base: DenseView, adapter: Adapter) -> Plan:
+    """Pair every update with its tensor. Raises ModelError for one that fits none."""
+    specs, sources = dict(base.tensors), {name: name for name in base.tensors}
+    config, notices = base.config.raw, []
+    if base.config.quantization:
+        config = without_quantization(config)
+        notices.append("the base is quantized: the merged model is dense")
+    if base.config.tied_embeddings and _touches_tied_pair(adapter):
+        embedding = _embedding(base)
+        specs[names.HEAD], sources[names.HEAD] = specs[embedding], embedding
+        config = untied(config)
+        notices.append("the adapter changes one of a tied pair: embedding and head are now two")
+    deltas = {}
+    for linear in adapter.linears:
+        name = _find(linear, specs, adapter)
+        deltas[name] = _delta(linear, name, specs[name], adapter, base.config.model_type)
+    return Plan(
+        specs=specs,
+        sources=sources,
+        deltas=deltas,
+        config=with_dtype(config, _main_dtype(specs)),
+        notices=tuple(notices),
+    )
+
+
+def _touches_tied_pair(adapter: Adapter) -> bool:
+    return any(names.is_embedding(name) or names.is_head(name) for name in adapter.linears)
+
+
+def _embedding(base: DenseView) -> str:
+    found = [name for name in base.tensors if names.is_embedding(names.module(name))]
+    if len(found) != 1:
+        raise ModelError(
+            f"{base.checkpoint.folder} ties its head to an embedding that pippin does not find",
+            "leave embedding and head out of the adapter",
+        )
+    return found[0]
+
+
+def _find(linear: str, specs: dict[str, Spec], adapter: Adapter) -> str:
+    """The tensor of an adapted module; a checkpoint may leave out the name of the whole model."""
+    name = f"{linear}.weight"
+    if name in specs:
+        return name
+    alike = [n for n in specs if name.endswith(f".{n}") or n.endswith(f".{name}")]
+    if len(alike) != 1:
+        raise ModelError(
+            f"the adapter changes {linear}, which the base does not have", _hint(adapter)
+        )
+    return alike[0]
+
+
+def _delta(linear: str, name: str, spec: Spec, adapter: Adapter, model_type: str) -> Delta:
+    a_RI = adapter.weights[f"{linear}.lora_A.weight"]
+    b_OR = adapter.weights[f"{linear}.lora_B.weight"]
+    transposed = names.is_transposed(model_type, linear)
+    if adapter.raw.get("fan_in_fan_out") and not transposed and linear not in adapter.embeddings:
+        raise ModelError(
+            f"the adapter says fan_in_fan_out, and pippin does not know how {model_type} "
+            f"stores {linear}",
+            "merge it with peft and start from the merged model",
+        )
+    shape = (b_OR.shape[0], a_RI.shape[1])
+    _check_shape(linear, shape, spec.shape[::-1] if transposed else spec.shape, adapter)
+    left, right = (a_RI.T, b_OR.T) if transposed else (b_OR, a_RI)
+    return Delta(left=left, right=right, scale=adapter.scale_of(linear))
+
+
+def _check_shape(
+    linear: str, asked: tuple[int, ...], found: tuple[int, ...], adapter: Adapter
+) -> None:
+    if asked == found:
+        return
+    axis = 1 if len(found) != 2 or asked[1] != found[1] else 0
+    kind = ("outputs", "width")[axis]
+    has = found[axis] if len(found) == 2 else f"shape {found}"
+    raise ModelError(
+        f"adapter rank {adapter.rank} needs {names.last(linear)} of {kind} {asked[axis]}, "
+        f"the base has {has}",
+        _hint(adapter),
+    )
+
+
+def _hint(adapter: Adapter) -> str:
+    named = f" (it names {adapter.base.name})" if adapter.base else ""
+    return f"this adapter was trained on another base{named}"
+
+
+def _main_dtype(specs: dict[str, Spec]) -> str:
+    """The dtype that most of the weights have."""
+    held: dict[str, int] = {}
+    for spec in specs.values():
+        held[spec.dtype.name] = held.get(spec.dtype.name, 0) + int(np.prod(spec.shape))
+    return max(held, key=lambda name: held[name])
+
+
+def _write_tensor(writer: Writer, base: DenseView, plan: Plan, name: str) -> None:
+    spec, source, delta = plan.specs[name], plan.sources[name], plan.deltas.get(name)
+    for start, stop in row_chunks(spec, _CHUNK_BYTES):
+        rows = base.read_rows(source, start, stop) if spec.shape else base.read(source)
+        if delta is not None:
+            rows = rows.astype(np.float32)
+            rows += delta.rows(start, stop)
+        if rows.dtype != spec.dtype:
+            with np.errstate(over="ignore"):
+                rows = rows.astype(spec.dtype)
+        if not is_finite(rows):
+            raise ModelError(
+                f"{name} is not finite after the merge",
+                f"it does not fit {spec.dtype.name}, or the training diverged: train again with "
+                "a smaller learning rate",
+            )
+        writer.write_rows(name, start, rows)
