@@ -85,7 +85,8 @@ FAULTS = [
     ("seed = 7", "seed = -1", "1: seed: -1 is out of range", "at least 0"),
     ("steps = 10", 'schedule = "cosin"', '17: train.schedule: "cosin" is not', "mean cosine?"),
     ("[gates]", "[quantize]\nbits = 7\n[gates]", "20: quantize.bits: 7 is not", "2, 3, 4, 5"),
-    ("steps = 10", "steps = 10\nwarmup_steps = 11", "18: train.warmup_steps: 11 updates", "raise"),
+    ("steps = 10", "min_learning_rate = 2", "17: train.min_learning_rate: 2 is above", "below its"),
+    ("steps = 10", "patience = 2", "17: train.patience: counts validations", "train.valid_every"),
 ]
 
 

@@ -59,7 +59,7 @@ def help_text() -> str:
             "",
             *lines,
             "",
-            "`pippin COMMAND --help` explains one. A first run: pippin run recipes/demo.toml",
+            "`pippin COMMAND --help` explains one. A first run: pippin run recipes/sql.toml",
         )
     )
 

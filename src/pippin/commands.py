@@ -107,12 +107,22 @@ _REDO = click.option(
     metavar="STAGE",
     help=f"make a finished stage again: {', '.join(REDO.choices)}; may be repeated",
 )
+
+
+def _figure(name: str, default: float, kind: click.ParamType, text: str) -> Callable[..., Any]:
+    return click.option(
+        f"--{name}", default=default, show_default=True, type=kind, metavar="N", help=text
+    )
+
+
 _SPEAKING = (
-    click.option("--max-tokens", default=256, show_default=True, type=click.IntRange(1)),
-    click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(0)),
-    click.option("--top-p", default=1.0, show_default=True, type=click.FloatRange(0, 1)),
-    click.option("--seed", default=0, show_default=True, type=click.IntRange(0)),
-    click.option("--base", type=PATH, help="the model under an adapter that stands alone"),
+    _figure("max-tokens", 256, click.IntRange(1), "longest answer"),
+    _figure("temperature", 0.0, click.FloatRange(0), "0 is greedy"),
+    _figure("top-p", 1.0, click.FloatRange(0, 1), "draw from the likeliest tokens of this share"),
+    _figure("seed", 0, click.IntRange(0), "drawing follows from it"),
+    click.option(
+        "--base", type=PATH, metavar="PATH", help="the model under an adapter that stands alone"
+    ),
 )
 
 
@@ -136,7 +146,7 @@ def plan(asked: Asked) -> None:
     made.raise_refusals()
 
 
-@_recipe_command("data", click.option("--rows", default=3, show_default=True, help="rows shown"))
+@_recipe_command("data", _figure("rows", 3, click.IntRange(0), "rows shown"))
 def data(asked: Asked, rows: int) -> None:
     """Print rows with their trained tokens marked, lengths, and what is cut or dropped."""
     from pippin.data.show import look
@@ -190,7 +200,14 @@ def report(asked: Asked) -> None:
     _results(plan, asked.console())
 
 
+def _speaking(function: Callable[..., Any]) -> Callable[..., Any]:
+    for option in reversed(_SPEAKING):
+        function = option(function)
+    return function
+
+
 @pippin.command("generate", help=_sentence("generate"))
+@_speaking
 @click.argument("what", type=PATH)
 @click.argument("prompt")
 def generate(what: Path, prompt: str, **options: Any) -> None:
@@ -205,8 +222,9 @@ def generate(what: Path, prompt: str, **options: Any) -> None:
 
 
 @pippin.command("chat", help=_sentence("chat"))
+@_speaking
 @click.argument("what", type=PATH)
-@click.option("--system", help="a system message")
+@click.option("--system", metavar="TEXT", help="a system message")
 def chat(what: Path, system: str | None, **options: Any) -> None:
     """Talk until the input ends."""
     from pippin.console import Console
@@ -220,11 +238,6 @@ def chat(what: Path, system: str | None, **options: Any) -> None:
         for piece in talk.ask(said):
             console.text(piece, end="")
         console.text("")
-
-
-for _command in (generate, chat):
-    for _option in _SPEAKING:
-        _option(_command)
 
 
 def _speaker(what: Path, console: "Console", options: dict[str, Any]) -> "tuple[Speaker, Any]":

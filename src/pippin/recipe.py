@@ -183,7 +183,7 @@ class Recipe:
     gates: Gates = Gates()
     deploy: Deploy = Deploy()
     seed: int = key(0, "every random choice follows from it")
-    out: str = key("", "folder of the run; empty is runs/<recipe name> in the current folder")
+    out: str = key("", "folder of the run, from the current folder; empty is runs/<name>")
     name: str = key("", "name of the run; empty is the recipe file's name")
     folder: Path = Path()
 

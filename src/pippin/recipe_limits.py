@@ -33,7 +33,7 @@ class Range:
             ("at most", self.at_most),
             ("below", self.below),
         )
-        return " and ".join(f"{word} {bound:g}" for word, bound in bounds if bound is not None)
+        return " and ".join(f"{word} {bound:,}" for word, bound in bounds if bound is not None)
 
 
 COUNT = Range(at_least=1)
@@ -97,12 +97,6 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str, str]]
             ("train", "min_learning_rate"),
             f"{train.min_learning_rate:g} is above learning_rate {train.learning_rate:g}",
             "the decay ends below its peak",
-        )
-    if train.steps is not None and train.warmup_steps > train.steps:
-        yield (
-            ("train", "warmup_steps"),
-            f"{train.warmup_steps} updates of warm-up in a run of {train.steps}",
-            "lower warmup_steps, or raise steps",
         )
     if train.method == "lora" and not lora.targets:
         yield (
