@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import logging
 
@@ -61,8 +62,9 @@ def _from_pretrained(
             use_safetensors=True,
             local_files_only=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported, and refused below with the tensor's name
         )
-    except (RuntimeError, OSError, ValueError) as error:
+    except (RuntimeError, OSError, ValueError, SafetensorError) as error:
         raise ModelError(
             f"{folder} does not load: {_first_line(error)}",
             "fetch the model again; if it was made by a tool, make it again",
