@@ -173,6 +173,7 @@ def _walk(asked: Asked, only: str | None, redo: tuple[str, ...]) -> None:
     from pippin.run import run as walk
 
     plan, console = asked.plan(), asked.console()
+    console.header(plan)
     try:
         console.events(walk(plan, only, redo))
     except GateError:

@@ -55,6 +55,11 @@ class Console:
         finally:
             printer.close()
 
+    def header(self, plan: Plan) -> None:
+        """The first line of a run."""
+        if self.mode == "auto":
+            self.err.print(tables.header(plan), soft_wrap=True)
+
     def notice(self, notice: Notice) -> None:
         """Something worth knowing, beside the results."""
         printer = self.printer()
@@ -90,7 +95,7 @@ class Console:
         if rows:
             self.out.print(tables.summary(rows))
         if prompts:
-            self.out.print(tables.answers(prompts, self.out.width))
+            self.out.print(tables.answers(prompts))
         self.text(f"report: {report}")
 
     def look(self, seen: Look) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rich.console import Console as Rich
+from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 from rich.text import Text
 
@@ -28,6 +29,7 @@ SHOWN = {
     "memory_bytes": "",
 }
 SECONDS_BETWEEN_LINES = 15
+NAME, INDENT = 28, 4  # columns of a step's name, and before a notice
 
 
 class Printer(Protocol):
@@ -83,7 +85,9 @@ class LinePrinter(QuietPrinter):
         elif isinstance(event, Notice):
             self.line(f"{event.stage}: note: {event.text}")
         elif isinstance(event, Finished):
-            self.line(f"{self.clock.name(event)}: {_ending(event, self.clock)}")
+            self.line(
+                f"{Path(event.folder).name}: {self.clock.took(event)}  {figures(event.summary)}"
+            )
         elif isinstance(event, events.Progress) and time.monotonic() >= self.next_line:
             self.next_line = time.monotonic() + SECONDS_BETWEEN_LINES
             self.line(f"{event.stage}: {event.done}{self.total}  {figures(event.values)}")
@@ -113,7 +117,8 @@ class TerminalPrinter:
                 self.bar.task_ids[0], completed=event.done, figures=_beside(event, left)
             )
         elif isinstance(event, Notice):
-            self.err.print(Text(f"    {self.dot} {event.text}", style="dim"), soft_wrap=False)
+            text = Text(f"{self.dot} {event.text}", style="dim")
+            self.err.print(Padding(text, (0, 0, 0, INDENT)))
         elif isinstance(event, Finished):
             self.close()
             self.err.print(self.tick_line(event), soft_wrap=True)
@@ -127,8 +132,11 @@ class TerminalPrinter:
 
     def tick_line(self, event: Finished) -> Text:
         """`✓ train   1m 20s  loss 0.41  ...`"""
-        line = Text.assemble((f"  {self.tick} ", "green"), f"{self.clock.name(event):30} ")
-        return line.append(_ending(event, self.clock), style="dim" if event.skipped else "")
+        name = Path(event.folder).name
+        took = "" if event.skipped else duration_text(self.clock.elapsed())
+        line = Text.assemble((f"  {self.tick} ", "green"), f"{name:{NAME}} {took:>7}  ")
+        shown = figures(event.summary, max(20, self.err.width - len(line) - 13 * event.skipped))
+        return line.append(f"{shown}  done before" if event.skipped else shown)
 
     def close(self) -> None:
         """Take the bar away."""
@@ -170,13 +178,9 @@ class _Clock:
             return None
         return self.elapsed() * (self.total - done) / done
 
-    def name(self, event: Finished) -> str:
-        return Path(event.folder).name or event.stage
-
-
-def _ending(event: Finished, clock: _Clock) -> str:
-    took = "done before" if event.skipped else duration_text(clock.elapsed())
-    return f"{took:>11}  {figures(event.summary, room=80)}".rstrip()
+    def took(self, event: Finished) -> str:
+        """How long a stage took, in words."""
+        return "done before" if event.skipped else f"done in {duration_text(self.elapsed())}"
 
 
 def _beside(event: events.Progress, left: float | None) -> str:

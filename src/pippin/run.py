@@ -71,16 +71,19 @@ class _Walk:
         """The steps of one stage, after checking that what they read is there and up to date."""
         steps = [step for step in self.plan.steps if step.stage == stage]
         if not steps:
-            raise PippinError(f"this recipe has no {stage} stage", "look at `pippin plan`")
+            raise PippinError(f"this recipe has no {stage} stage", "look at `pippin plan RECIPE`")
         yield from self.fetch()
         for step in steps:
             missing = self.missing(step)
-            if missing and stage == "evaluate" and step is not steps[0]:
-                yield Notice(stage=stage, text=f"{step.subject} left out: no {missing.name} yet")
-            elif missing:
-                raise self.not_there(step, missing)
-            else:
+            if missing is None:
                 yield from self.step(step)
+            elif stage == "evaluate" and step is not steps[0]:
+                yield Notice(stage=stage, text=f"{step.subject} left out: no {missing.name} yet")
+            else:
+                raise PippinError(
+                    f"{step.name} needs {missing.folder}, which is not there",
+                    f"`pippin {missing.stage} RECIPE` first, or `pippin run RECIPE` for all of it",
+                )
 
     def fetch(self) -> Iterator[Event]:
         """Get the model, then ask what only the model can tell: whether all of it will fit."""
@@ -99,16 +102,28 @@ class _Walk:
         replace(self.plan, refusals=tuple(refusals)).raise_refusals()
 
     def missing(self, step: Step) -> Step | None:
-        """The first step this one needs that is not on disk."""
-        needed = set(step.inputs.values())
-        made = (s for s in self.plan.steps if s.folder in needed)
-        return next((s for s in made if artifact.read_manifest(s.folder) is None), None)
+        """The first step this one builds on that is not there; raises for one out of date."""
+        for parent in self.parents(step):
+            changed = self.state(parent)
+            if changed is None:
+                return parent
+            if changed:
+                self.refuse_other_settings(parent, changed)
+                raise PippinError(
+                    f"{parent.folder} is out of date: {'; '.join(changed)}",
+                    f"`pippin {parent.stage} RECIPE` first, or `pippin run RECIPE` for all of it",
+                )
+        return None
 
-    def not_there(self, step: Step, missing: Step) -> PippinError:
-        return PippinError(
-            f"{step.name} needs {missing.folder}, which is not there",
-            f"`pippin {missing.stage} RECIPE` first, or `pippin run RECIPE` for all of it",
-        )
+    def parents(self, step: Step) -> list[Step]:
+        """Every step this one builds on, directly or not, in the order of the plan."""
+        needed = set(step.inputs.values())
+        found = []
+        for other in reversed(self.plan.steps):
+            if other.folder in needed:
+                needed |= set(other.inputs.values())
+                found.append(other)
+        return found[::-1]
 
     def step(self, step: Step) -> Iterator[Event]:
         """One step: skipped, refused, or made."""

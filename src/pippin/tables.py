@@ -20,28 +20,41 @@ SHORT = {
     "kl": "KL",
     "top1": "top-1",
     "exact_match": "exact",
-    "gain_kept": "gain kept",
+    "gain_kept": "gain",
     "size_bytes": "size",
     "bits_per_weight": "bits",
     "gates": "gates",
 }
+CAPTION = """\
+loss: held-out, nats a token. KL (nats) and top-1: against the stage before.
+gain: share of the adapter's gain that is left. bits: per weight, everything counted."""
 GATE_STYLE = {"passed": "green", "missed": "bold red"}
 
 
 def summary(rows: list[dict[str, str]]) -> Table:
     """The measured stages, one a row; `rows` as report.summary_table gives them."""
     table = _table()
+    table.caption, table.caption_justify = Text(CAPTION, style="dim"), "left"
     for key, heading in SHORT.items():
         left = key in ("stage", "gates")
         table.add_column(heading, justify="left" if left else "right", no_wrap=key != "stage")
+    names = short_names([row["stage"] for row in rows])
     for row in rows:
-        cells = [Text(row[key]) for key in SHORT]
+        cells = [Text(names.get(row[key], row[key])) for key in SHORT]
         cells[-1].stylize(GATE_STYLE.get(row["gates"], ""))
         table.add_row(*cells)
     return table
 
 
-def answers(prompts: list[tuple[str, dict[str, str]]], width: int) -> Group:
+def short_names(stages: list[str]) -> dict[str, str]:
+    """`deployed-executorch` as `deployed` where there is only one, else as its target."""
+    deployed = [stage for stage in stages if stage.startswith("deployed-")]
+    if len(deployed) == 1:
+        return {deployed[0]: "deployed"}
+    return {stage: stage.removeprefix("deployed-") for stage in deployed}
+
+
+def answers(prompts: list[tuple[str, dict[str, str]]]) -> Group:
     """Each prompt, and under it what every stage answered."""
     parts: list[Text | Padding | Table] = []
     for prompt, by_stage in prompts:
@@ -49,8 +62,11 @@ def answers(prompts: list[tuple[str, dict[str, str]]], width: int) -> Group:
         table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
         table.add_column(no_wrap=True, style="dim")
         table.add_column(overflow="fold")
+        names = short_names(list(by_stage))
         for stage, answer in by_stage.items():
-            table.add_row(Text(stage), Text(" ".join(answer.split()) or "(nothing)"))
+            table.add_row(
+                Text(names.get(stage, stage)), Text(" ".join(answer.split()) or "(nothing)")
+            )
         parts.append(Padding(table, (0, 0, 1, 2)))
     return Group(*parts)
 
@@ -58,9 +74,9 @@ def answers(prompts: list[tuple[str, dict[str, str]]], width: int) -> Group:
 def plan_facts(plan: Plan) -> Iterator[tuple[str, str]]:
     """What a run computes with, as (name, value)."""
     machine, train = plan.machine, plan.recipe.train
-    memory = f"{bytes_text(machine.memory_available)} of {bytes_text(machine.memory_total)} free"
+    free, total = bytes_text(machine.memory_available), bytes_text(machine.memory_total)
     shared = ", shared with the GPU" if machine.shared_memory else ""
-    yield "machine", f"{machine.chip}, {machine.cores} cores, {memory}{shared}"
+    yield "machine", f"{machine.chip}, {machine.cores} cores, {free} of {total} free{shared}"
     if machine.accelerator:
         a = machine.accelerator
         yield a.kind, f"{a.name}, {bytes_text(a.memory_available)} free"
@@ -96,4 +112,13 @@ def _need(plan: Plan, step: Step) -> tuple[str, str, str]:
 
 
 def _table() -> Table:
-    return Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), header_style="bold")
+    return Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+
+
+def header(plan: Plan) -> str:
+    """One line on what runs where."""
+    machine, model = plan.machine, plan.recipe.model
+    cores = f"{machine.cores} core{'s' if machine.cores != 1 else ''}"
+    memory = f"{bytes_text(machine.memory_available)} free"
+    where = f"{machine.chip}, {cores}, {memory}"
+    return f"{plan.recipe.name}: {model.engine} on {plan.device}, {plan.dtype} ({where})"
