@@ -1,0 +1,115 @@
+"""The arithmetic of memory against figures counted by hand, by transformers, and by a training."""
+
+import pytest
+
+from pippin import memory
+from pippin.memory import TrainShape
+from pippin.model.config import parse_config
+
+SMOL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_hidden_layers": 30,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "tie_word_embeddings": True,
+}
+TALK = {
+    **SMOL,
+    "num_hidden_layers": 26,
+    "hidden_size": 3200,
+    "intermediate_size": 8640,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "vocab_size": 32000,
+    "tie_word_embeddings": False,
+}
+
+
+def config(raw):
+    return parse_config(raw, None)
+
+
+def test_parameters_are_those_of_the_published_models():
+    assert memory.parameters(config(SMOL)) == 134_515_008
+    assert memory.parameters(config(TALK)) == 3_426_473_600
+
+
+def test_adapter_parameters():
+    one_layer = memory.linear_shapes(config(SMOL)).values()
+    # q, o: 576+576; k, v: 576+192; gate, up, down: 576+1536
+    by_hand = 8 * (2 * 1152 + 2 * 768 + 3 * 2112)
+    assert memory.adapter_parameters(one_layer, 8) == by_hand
+
+
+@pytest.mark.parametrize(
+    ("itemsize", "saved"), [(4, 1_323_208_528), (2, 737_853_264)], ids=["float32", "bfloat16"]
+)
+def test_activations_are_what_a_training_saves(itemsize, saved):
+    """`saved` was counted through autograd's hooks: SmolLM2-135M, one packed row of 1,024."""
+    forecast = memory.activations(config(SMOL), 1024, itemsize, checkpointing=False)
+    assert forecast == pytest.approx(saved, rel=0.1)
+
+
+def test_checkpointing_keeps_the_inputs_of_layers():
+    shape = config(SMOL)
+    whole = memory.activations(shape, 1024, 4, checkpointing=False)
+    spared = memory.activations(shape, 1024, 4, checkpointing=True)
+    inputs = 30 * 1024 * 576 * 4
+    layer = memory.layer_activations(shape, 1024, 4)
+    assert spared == inputs + layer + 4 * 1024 * 4 * 576
+    assert spared < whole / 8
+
+
+def test_training_an_adapter_by_hand():
+    train = TrainShape(tokens=512, itemsize=2, trained=1_000_000, lora=True, checkpointing=False)
+    need = memory.train_bytes(config(SMOL), train)
+    assert need.weights == 2 * 134_515_008
+    assert (need.adapter, need.gradients, need.moments) == (4_000_000, 4_000_000, 8_000_000)
+    # a chunk of 64 MiB in float32, the same in two bytes, gradients of the hidden states
+    assert need.loss == 2**26 + 2**25 + 512 * 2 * 576
+    assert need.total == sum(getattr(need, part) for part in need.__slots__)
+
+
+def test_full_fine_tuning_needs_sixteen_bytes_a_weight_in_float32():
+    trained = memory.parameters(config(SMOL))
+    train = TrainShape(tokens=1, itemsize=4, trained=trained, lora=False, checkpointing=False)
+    need = memory.train_bytes(config(SMOL), train)
+    assert need.weights + need.adapter + need.gradients + need.moments == 16 * trained
+
+
+def test_loss_does_not_grow_with_the_batch():
+    shape = config(SMOL)
+    few, many = (memory.loss_bytes(shape, tokens, 4) for tokens in (1_000, 100_000))
+    assert many - few == 99_000 * 4 * 576, "only the hidden states' gradient"
+
+
+def test_cache():
+    # 2 x layers x rows x tokens x kv heads x channels x bytes
+    assert memory.cache_bytes(config(SMOL), 4, 100, 2) == 2 * 30 * 4 * 100 * 3 * 64 * 2
+
+
+def test_quantized_size_by_hand():
+    shape = config(SMOL)
+    layer = sum(i * o for i, o in memory.linear_shapes(shape).values())
+    linears = 30 * (layer // 2 + 4 * layer // 64)
+    embedding = 49152 * 576 + 4 * 49152 * 576 // 64
+    norms = 2 * 61 * 576
+    assert memory.quantized_size(shape, ((4, 64), (8, 64))) == linears + embedding + norms
+    dense = memory.quantized_size(shape, ((16, 0), (16, 0)))
+    assert dense == 2 * memory.parameters(shape)
+
+
+def test_a_group_that_does_not_divide_is_rounded_up():
+    shape = config({**SMOL, "hidden_size": 96, "num_attention_heads": 1, "head_dim": 96})
+    narrow = memory.quantized_size(shape, ((4, 64), (16, 0)))
+    wide = memory.quantized_size(shape, ((4, 32), (16, 0)))
+    assert narrow < wide, "two groups of 64 against three of 32"
+
+
+def test_merge_holds_one_tensor():
+    assert memory.largest_tensor(config(SMOL)) == 49152 * 576
+    assert memory.merge_bytes(config(SMOL), 2) == 49152 * 576 * 12

@@ -1,0 +1,159 @@
+"""Plans: their steps and forecasts, and refusals with numbers and the nearest thing that fits."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from pippin.errors import ModelError, PippinError, UsageError
+from pippin.forecast import Forecast, look, smaller
+from pippin.machine import Accelerator
+from pippin.plan import make_plan
+from pippin.steps import make_steps
+from tests.tiny_runs import MACHINE, change, make_recipe
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    return make_recipe(tmp_path)
+
+
+def test_steps_and_their_inputs(recipe):
+    steps = {
+        step.name: step for step in make_steps(change(recipe, deploy={"targets": ("executorch",)}))
+    }
+    out = recipe.folder / "out"
+    assert steps["train"].inputs == {"model": recipe.folder / "model"}
+    assert steps["evaluate-adapter"].inputs["parent"] == out / "evaluate-base"
+    assert steps["evaluate-merged"].inputs["parent"] == out / "evaluate-adapter"
+    assert steps["quantize"].inputs == {"model": out / "merge"}
+    deployed = steps["evaluate-deployed-executorch"]
+    assert deployed.inputs == {
+        "bundle": out / "deploy-executorch",
+        "parent": out / "evaluate-quantized",
+        "base": out / "evaluate-base",
+        "tuned": out / "evaluate-adapter",
+    }
+    assert deployed.subject == "deployed-executorch"
+    assert steps["deploy-executorch"].subject == "executorch"
+
+
+def test_every_input_is_made_before_it_is_read(recipe):
+    made = {recipe.folder / "model"}
+    for step in make_steps(recipe):
+        assert set(step.inputs.values()) <= made, step.name
+        made.add(step.folder)
+
+
+def test_what_is_not_a_folder_is_fetched_first(recipe):
+    steps = make_steps(change(recipe, model={"source": "owner/name"}))
+    assert (steps[0].stage, steps[0].folder) == ("fetch", recipe.folder / "out" / "model")
+    assert make_steps(recipe)[0].name == "evaluate-base"
+
+
+def test_slices_hold_only_what_matters(recipe):
+    steps = {step.name: step for step in make_steps(recipe)}
+    assert "quantize.bits" in steps["quantize"].settings
+    assert all(key.startswith("quantize.") for key in steps["quantize"].settings)
+    assert steps["merge"].settings == {}
+    train = steps["train"].settings
+    assert {"seed", "lora.rank", "train.learning_rate", "data.max_seq_len"} <= set(train)
+    assert not any(key.startswith(("quantize", "evaluate", "gates", "deploy")) for key in train)
+    assert "train.checkpoint_every" not in train
+
+
+def test_nothing_is_forecast_for_a_model_on_the_hub(recipe):
+    plan = make_plan(change(recipe, model={"source": "owner/name"}), MACHINE)
+    assert plan.needs == {}
+    assert plan.refusals == ()
+
+
+def test_source_that_is_nothing(recipe):
+    with pytest.raises(ModelError, match="no model folder"):
+        make_plan(change(recipe, model={"source": "./nowhere"}), MACHINE)
+
+
+def test_engine_and_device_that_are_not_here(recipe):
+    with pytest.raises(UsageError, match="engine torch is not installed") as caught:
+        make_plan(recipe, replace(MACHINE, engines=()))
+    assert "pip install 'pippin[torch]'" in caught.value.hint
+    with pytest.raises(UsageError, match=r"model\.device mps is not on this machine") as caught:
+        make_plan(change(recipe, model={"device": "mps"}), MACHINE)
+    assert "it has cpu" in caught.value.hint
+
+
+def test_auto_takes_the_accelerator(recipe):
+    gpu = Accelerator(kind="cuda", name="GPU", memory_total=2**33, memory_available=2**32)
+    plan = make_plan(recipe, replace(MACHINE, accelerator=gpu))
+    assert (plan.device, plan.dtype) == ("cuda", "bfloat16")
+    assert (make_plan(recipe, MACHINE).device, make_plan(recipe, MACHINE).dtype) == (
+        "cpu",
+        "float32",
+    )
+    native = replace(MACHINE, native_bfloat16=True)
+    assert make_plan(recipe, native).dtype == "bfloat16"
+
+
+def huge(recipe, free):
+    """The plan of a batch that does not fit in `free` bytes."""
+    wide = change(recipe, train={"row_tokens": 8192, "batch_rows": 4096})
+    return make_plan(wide, replace(MACHINE, memory_available=free))
+
+
+def test_refusal_has_the_numbers_and_what_would_fit(recipe):
+    plan = huge(recipe, free=4_000_000_000)
+    (message, hint), *_ = plan.refusals
+    assert message.startswith("train needs about ")
+    assert message.endswith("4.00 GB are free")
+    assert hint.startswith("set train.batch_rows = ")
+    with pytest.raises(PippinError, match="train needs about"):
+        plan.raise_refusals()
+
+
+def test_what_is_offered_does_fit(recipe):
+    free = 4_000_000_000
+    _, hint = huge(recipe, free).refusals[0]
+    rows = int(hint.split("batch_rows = ")[1].split(":")[0])
+    fitting = change(recipe, train={"row_tokens": 8192, "batch_rows": rows})
+    assert make_plan(fitting, replace(MACHINE, memory_available=free)).refusals == ()
+    wider = change(fitting, train={"batch_rows": 2 * rows})
+    assert make_plan(wider, replace(MACHINE, memory_available=free)).refusals
+
+
+def test_what_is_offered_gets_smaller_and_smaller(recipe):
+    wide = change(recipe, train={"row_tokens": 1024, "batch_rows": 4})
+    facts = look(wide, recipe.folder / "model")
+    facts = replace(facts, config=replace(facts.config, num_layers=30))
+    forecast = Forecast(recipe=wide, machine=MACHINE, facts=facts)
+    sizes = [forecast.train().memory, *(other.train().memory for _, other in smaller(forecast))]
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(sizes) == 1 + 2 + 1 + 3
+
+
+def test_no_room_at_all(recipe):
+    plan = make_plan(recipe, replace(MACHINE, memory_available=1_000_000))
+    assert any("smaller model" in hint for _, hint in plan.refusals)
+
+
+def test_disk_that_is_too_small(recipe, monkeypatch):
+    from pippin import plan as planning
+
+    monkeypatch.setattr(
+        planning.shutil, "disk_usage", lambda _: planning.shutil._ntuple_diskusage(9, 9, 9)
+    )
+    plan = make_plan(recipe, MACHINE)
+    (message, hint) = plan.refusals[-1]
+    assert message.endswith("9 B are free")
+    assert "set `out`" in hint
+
+
+def test_memory_of_the_accelerator_counts_for_training(recipe):
+    gpu = Accelerator(kind="cuda", name="GPU", memory_total=10**6, memory_available=1000)
+    plan = make_plan(recipe, replace(MACHINE, accelerator=gpu))
+    assert any(message.startswith("train needs") for message, _ in plan.refusals)
+
+
+def test_time_grows_with_updates(recipe):
+    short, long = (make_plan(recipe, MACHINE, updates).needs["train"] for updates in (10, 30))
+    assert long.seconds == pytest.approx(3 * short.seconds)
+    assert make_plan(change(recipe, train={"steps": None}), MACHINE).needs["train"].seconds is None
