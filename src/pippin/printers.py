@@ -81,7 +81,8 @@ class LinePrinter(QuietPrinter):
         if isinstance(event, Started):
             self.total = f"/{event.total} {event.unit}" if event.total else f" {event.unit}"
             self.next_line = time.monotonic() + SECONDS_BETWEEN_LINES
-            self.line(f"{event.stage}: {event.title}")
+            count = f" ({event.total} {event.unit})" if event.total else ""
+            self.line(f"{event.stage}: {event.title}{count}")
         elif isinstance(event, Notice):
             self.line(f"{event.stage}: note: {event.text}")
         elif isinstance(event, Finished):
