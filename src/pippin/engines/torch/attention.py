@@ -3,6 +3,7 @@
 Shape letters: B 1, H heads, K kv heads, T tokens, L tokens of one sample, C head channels.
 """
 
+import inspect
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,7 +73,8 @@ def packed_attention(
     assert attention_mask is None, "packed attention takes no mask"
     rule = _rule(query, kwargs)
     packing.seen.update(["window"] if rule.window is not None else [])
-    if packing.offsets is not None and rule.plain and rule.dropout == 0.0:
+    half = query.dtype in (torch.bfloat16, torch.float16)  # CUDA's kernel knows no others
+    if half and packing.offsets is not None and rule.plain and rule.dropout == 0.0:
         return _varlen(query, key, value, packing, rule), None
     return _by_sample(query, key, value, packing, rule), None
 
@@ -146,21 +148,15 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, packing: Packing, rule: R
     from torch.nn.attention.varlen import varlen_attn
 
     assert packing.offsets is not None
-    channels = query.shape[-1]
-    extra = -channels % 8
+    channels, groups = query.shape[-1], query.shape[1] // key.shape[1]
+    extra, extras = -channels % 8, {}
+    if groups > 1 and "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        extras["enable_gqa"] = True
+    elif groups > 1:  # torch 2.11
+        key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
     q, k, v = (functional.pad(x[0].transpose(0, 1), (0, extra)) for x in (query, key, value))
+    bounds = (packing.offsets, packing.offsets, packing.longest, packing.longest)
     window = -1 if rule.window is None else rule.window - 1
-    out = varlen_attn(
-        q,
-        k,
-        v,
-        packing.offsets,
-        packing.offsets,
-        packing.longest,
-        packing.longest,
-        scale=rule.scale,
-        window_size=(window, 0),
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
+    out = varlen_attn(q, k, v, *bounds, scale=rule.scale, window_size=(window, 0), **extras)
     assert isinstance(out, Tensor)
     return out[None, :, :, :channels]

@@ -73,4 +73,4 @@ def close(ours: Tensor, wanted: Tensor, dtype: torch.dtype) -> bool:
 def cache_argument(network: PreTrainedModel) -> str:
     """The name under which forward takes a KV cache; it changed within transformers 5."""
     names = inspect.signature(network.forward).parameters
-    return "cache" if "cache" in names else "past_key_values"
+    return next(n for n in ("cache", "past_key_values", "cache_params") if n in names)

@@ -62,6 +62,7 @@ def _from_pretrained(
             use_safetensors=True,
             local_files_only=True,
             output_loading_info=True,
+            **_attention(config),
             ignore_mismatched_sizes=True,  # reported, and refused below with the tensor's name
         )
     except (RuntimeError, OSError, ValueError, SafetensorError) as error:
@@ -79,6 +80,12 @@ def _model_class(folder: Path, config: Any) -> Any:
             "choose a model that generates text",
         )
     return mapping[type(config)]
+
+
+def _attention(config: Any) -> dict[str, str]:
+    """Some versions of transformers leave Gemma 2's soft cap out of their fused attention."""
+    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+    return {"attn_implementation": "eager"} if capped else {}
 
 
 def _dense(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
