@@ -95,3 +95,79 @@ def fake_stage(stage: str):
         yield Finished(stage=stage, folder=str(job.folder), summary={})
 
     return run
+
+
+def write_speaking_model(folder: Path) -> Path:
+    """A Llama of two layers with random weights, tied, and a tokenizer of single bytes."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate(["<s>", "</s>", *letters])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>"
+    ).save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=len(vocab),
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+RECIPE = """\
+[model]
+source = "model"
+device = "cpu"
+dtype = "float32"
+
+[data]
+source = "rows"
+max_seq_len = 64
+
+[lora]
+rank = 4
+
+[train]
+steps = 4
+row_tokens = 64
+learning_rate = 0.01
+
+[quantize]
+bits = 8
+group_size = 32
+embed_group_size = 32
+
+[evaluate]
+rows = 4
+generate_rows = 2
+max_tokens = 4
+prompts = ["1 ="]
+prompt_tokens = 4
+
+[deploy]
+targets = []
+"""
+
+
+def write_rows(folder: Path) -> Path:
+    """Small questions and answers in train, valid and test files."""
+    folder.mkdir()
+    for split, count in {"train": 12, "valid": 4, "test": 4}.items():
+        rows = [{"prompt": f"{i} =", "completion": f" {i * i}"} for i in range(count)]
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{split}.jsonl").write_text(lines)
+    return folder

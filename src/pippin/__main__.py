@@ -1,0 +1,6 @@
+"""`python -m pippin`."""
+
+from pippin.cli import main
+
+if __name__ == "__main__":
+    main()

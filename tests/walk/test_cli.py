@@ -1,0 +1,294 @@
+"""The command line over a whole small recipe, and over everything that can be wrong with it."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.tiny_runs import RECIPE, write_rows, write_speaking_model
+
+from pippin import cli
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A folder with a recipe that was run once."""
+    folder = tmp_path_factory.mktemp("made")
+    write_speaking_model(folder / "model")
+    write_rows(folder / "rows")
+    (folder / "tiny.toml").write_text(RECIPE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "argv", ["pippin", "run", "tiny.toml", "--quiet"])
+        cli.main()
+    return folder
+
+
+@pytest.fixture
+def place(made, tmp_path, monkeypatch):
+    """A copy of recipe, model and data without the run; the current folder."""
+    for name in ("model", "rows"):
+        shutil.copytree(made / name, tmp_path / name)
+    shutil.copy(made / "tiny.toml", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def pippin(monkeypatch, capfd):
+    """Runs a command line in this process: (exit code, stdout, stderr)."""
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["pippin", *arguments])
+        handler = signal.getsignal(signal.SIGTERM)
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as leaving:
+            code = leaving.code
+        finally:
+            signal.signal(signal.SIGTERM, handler)
+        return code, *capfd.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def fails(pippin):
+    """Runs a command line that must fail in two lines; returns them."""
+
+    def call(*arguments, code=1):
+        got, _, err = pippin(*arguments)
+        lines = [line for line in err.splitlines() if line.startswith(("error: ", "hint: "))]
+        assert got == code, err
+        assert len(lines) == 2, err
+        assert lines[0].startswith("error: ")
+        assert lines[1].startswith("hint: ")
+        assert err.splitlines()[-2:] == lines, "the last two lines"
+        assert "Traceback" not in err
+        return lines
+
+    return call
+
+
+def test_run_makes_everything_and_shows_it(made, pippin, monkeypatch):
+    monkeypatch.chdir(made)
+    code, out, err = pippin("run", "tiny.toml")
+    assert code == 0
+    stages = ["base", "adapter", "merged", "quantized"]
+    assert [
+        line.split()[0]
+        for line in out.splitlines()
+        if line.split()[:1] and line.split()[0] in stages
+    ][:4] == stages
+    assert "report: runs/tiny/report.html" in out
+    assert (made / "runs/tiny/report.html").exists()
+    assert err.count("done before") == 7, "a second run has nothing to do"
+
+
+def test_json_lines_are_json(made, pippin, monkeypatch):
+    monkeypatch.chdir(made)
+    _, out, err = pippin("run", "tiny.toml", "--json")
+    objects = [json.loads(line) for line in out.splitlines()]
+    assert [o["event"] for o in objects] == ["finished"] * 7 + ["results"]
+    assert err == ""
+
+
+def test_generate_answers_from_any_stage(made, pippin, monkeypatch):
+    monkeypatch.chdir(made)
+    for what in ("tiny.toml", "runs/tiny", "runs/tiny/merge", "model"):
+        code, out, err = pippin("generate", what, "1 =", "--max-tokens", "3")
+        assert code == 0, err
+        assert out.endswith("\n")
+
+
+def test_data_and_plan_and_report(made, pippin, monkeypatch):
+    monkeypatch.chdir(made)
+    code, out, _ = pippin("data", "tiny.toml", "--rows", "1")
+    assert code == 0
+    assert "[[" in out
+    code, out, _ = pippin("plan", "tiny.toml")
+    assert code == 0
+    assert "torch on cpu" in out
+    assert out.count("done before") == 7
+    (made / "runs/tiny/report.html").unlink()
+    assert pippin("report", "tiny.toml")[0] == 0
+    assert (made / "runs/tiny/report.html").exists()
+
+
+def test_a_missed_gate_stops_with_figures_and_keeps_the_table(made, pippin, monkeypatch):
+    monkeypatch.chdir(made)
+    code, out, err = pippin("run", "tiny.toml", "--set", "gates.adapter.min_exact_match=1")
+    assert code == 1
+    assert "error: adapter: exact match" in err
+    assert "missed" in out
+
+
+def test_version(pippin):
+    code, out, _ = pippin("--version")
+    assert (code, out.split()[0]) == (0, "pippin")
+    assert "torch " in pippin("version")[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["trian", "tiny.toml"], "did you mean 'train'"),
+        (["run"], "Missing argument 'RECIPE'"),
+        (["run", "tiny.toml", "--fast"], "No such option"),
+        (["run", "tiny.toml", "--redo", "trian"], "trian"),
+        (["run", "nowhere.toml"], "no recipe at nowhere.toml"),
+        (["run", "tiny.toml", "--set", "train.stepps=1"], "--set: train.stepps: unknown key"),
+        (["run", "tiny.toml", "--set", "model.device=mps"], "mps"),
+        (["generate", "model", "hi", "--max-tokens", "0"], "0 is not in the range"),
+    ],
+)
+def test_command_that_cannot_be_understood(place, fails, arguments, words):
+    assert words in fails(*arguments, code=2)[0]
+    assert not (place / "runs").exists()
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def test_unknown_key_has_its_line(place, fails):
+    edit(place / "tiny.toml", "learning_rate", "learnin_rate")
+    error, hint = fails("run", "tiny.toml", code=2)
+    assert error == "error: tiny.toml:16: train.learnin_rate: unknown key"
+    assert hint == "hint: did you mean learning_rate?"
+
+
+DATA = [
+    ("missing", lambda path: path.unlink(), "rows"),
+    ("empty", lambda path: path.write_text(""), "train.jsonl"),
+    ("truncated", lambda path: path.write_bytes(path.read_bytes()[:-9]), "train.jsonl:12"),
+    ("broken", lambda path: edit(path, '"3 ="', "3 ="), "train.jsonl:4"),
+    ("nothing to train", lambda path: edit(path, '" 9"', '""'), "train.jsonl:4"),
+    ("too long", lambda path: edit(path, '" 9"', f'"{"9" * 99}"'), "train.jsonl:4"),
+    ("no known keys", lambda path: edit(path, "prompt", "frage"), "train.jsonl:1"),
+]
+
+
+@pytest.mark.parametrize(("breaking", "where"), [d[1:] for d in DATA], ids=[d[0] for d in DATA])
+def test_data_that_cannot_be_used(place, fails, breaking, where):
+    breaking(place / "rows" / "train.jsonl")
+    for verb in ("data", "train"):
+        error, _ = fails(verb, "tiny.toml")
+        assert where in error
+    assert not (place / "runs/tiny/train").exists()
+
+
+def test_model_without_tokenizer(place, fails):
+    for path in (place / "model").glob("tokenizer*"):
+        path.unlink()
+    assert "tokenizer" in fails("run", "tiny.toml")[0]
+
+
+def test_truncated_weights(place, fails):
+    weights = place / "model" / "model.safetensors"
+    size = weights.stat().st_size
+    os.truncate(weights, size - 100)
+    error, _ = fails("run", "tiny.toml")
+    assert "model.safetensors" in error
+    assert f"{size - 100:,}" in error or str(size - 100) in error
+
+
+def test_adapter_of_another_base(made, place, fails):
+    config = json.loads((place / "model/config.json").read_text())
+    assert config["hidden_size"] == 64
+    shutil.copytree(made / "runs/tiny/train", place / "adapter")
+    write_other(place / "other")
+    error, _ = fails("generate", "adapter", "1 =", "--base", "other")
+    assert "lora_A" in error or "base" in error
+
+
+def write_other(folder):
+    """The same layers, twice as wide."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    config = AutoConfig.from_pretrained("model")
+    config.hidden_size, config.head_dim = 128, 32
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained("model").save_pretrained(folder)
+
+
+@pytest.fixture
+def small_disk(place):
+    """Mounts a tmpfs of a few pages on `runs`; `options` as mount takes them."""
+    mounted = []
+
+    def mount(options):
+        (place / "runs").mkdir(exist_ok=True)
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place / "runs")]
+        if shutil.which("mount") is None or subprocess.run(command, check=False).returncode:
+            pytest.skip("this user may not mount a disk")
+        mounted.append(place / "runs")
+
+    yield mount
+    for folder in mounted:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_full_disk_loses_nothing(place, fails, pippin, small_disk):
+    small_disk("size=200k")
+    error, hint = fails("run", "tiny.toml", "--set", "evaluate.topk=200")
+    assert "disk" in error
+    assert "out" in hint
+    code, _, err = pippin("run", "tiny.toml", "--set", "evaluate.topk=200", "--set", "out=more")
+    assert code == 0, err
+
+
+def test_no_permission(place, fails, small_disk):
+    small_disk("ro")
+    assert "permission" in fails("run", "tiny.toml")[0]
+
+
+INTERRUPTED = """
+import os, signal, sys, threading
+from pippin import cli, printers
+from pippin.events import Progress
+
+show = printers.LinePrinter.show
+def strike(self, event):
+    show(self, event)
+    if isinstance(event, Progress) and event.stage == "train" and event.done == 2:
+        os.kill(os.getpid(), signal.{signal})
+printers.LinePrinter.show = strike
+sys.argv = ["pippin", "train", "tiny.toml"]
+cli.main()
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_stopped_with_a_checkpoint_then_goes_on(place, pippin, name):
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED.format(signal=name)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 130, done.stderr
+    error, hint = done.stderr.splitlines()[-2:]
+    assert error.startswith("error: stopped after update ")
+    assert hint.startswith("hint: ")
+    code, _, err = pippin("train", "tiny.toml")
+    assert code == 0
+    assert "going on after update" in err
+
+
+def test_reader_that_goes_away(made):
+    code = f"{sys.executable} -m pippin"
+    script = f"{code} version | head -c 1"
+    done = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, cwd=made, check=False
+    )
+    assert done.stderr == ""
