@@ -118,7 +118,7 @@ class _Sitting:
             "rows": len(self.exam.samples),
             "tokens": int(scored.distribution.counts_S.sum()),
             "loss": loss,
-            "perplexity": math.exp(loss),
+            "perplexity": math.exp(min(loss, 700.0)),  # beyond is beyond a float
             "kl": scored.kl,
             "top1": scored.top1,
             "topk": scored.distribution.ids_NK.shape[1],
