@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 from pippin.data.batches import Batch, BatchPlan, Sample
 from pippin.data.chat import tokenize
-from pippin.data.dataset import Row, load_split
+from pippin.data.dataset import load_split
+from pippin.data.shapes import Row
 from pippin.errors import DataError
 from pippin.job import Job
 from pippin.model.tokenizer import Tokenizer, load_tokenizer
