@@ -175,7 +175,8 @@ def _refusal(error: OSError, path: Path) -> tuple[str, str] | None:
             "choose an `out` on another disk; nothing finished was lost",
         )
     if error.errno in CLOSED:
-        return f"no permission for {place}", "choose an `out` folder that you may write to"
+        hint = "look at its permissions, or choose an `out` folder that you may write to"
+        return f"no permission for {place}", hint
     if error.errno in IN_THE_WAY:
         return f"{place} is in the way", "move it away, or choose another `out`"
     if error.errno == errno.EIO:

@@ -107,9 +107,11 @@ class Train:
     valid_every: int = key(0, "updates between validation losses; 0 validates once, at the end")
     valid_rows: int = key(64, "validation rows that are scored")
     patience: int = key(0, "stop after this many validations without a better loss; 0 never")
-    checkpoint_every: int = key(50, "updates between checkpoints; 0 writes none")
+    checkpoint_every: int = key(50, "updates between checkpoints; 0 writes one on Ctrl-C alone")
     keep_checkpoints: int = key(2, "checkpoints left on disk")
-    spike: float = key(5.0, "stop when a loss exceeds the recent median by this factor; 0 never")
+    spike: float = key(
+        5.0, "stop when a loss exceeds the recent median by this factor and a nat; 0 never"
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

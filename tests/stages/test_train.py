@@ -193,7 +193,7 @@ def test_what_a_training_yields_and_leaves(tmp_path: Path, fakes: Fakes) -> None
     job = make_job(tmp_path)
     events = list(train(job))
     assert events[0] == Started(
-        stage="train", title="train a rank 16 adapter", total=12, unit="updates"
+        stage="train", title="train a rank 16 adapter", total=12, unit="steps"
     )
     finished = events[-1]
     assert isinstance(finished, Finished)

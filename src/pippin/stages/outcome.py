@@ -10,6 +10,7 @@ from pippin.job import Job
 from pippin.model import names
 from pippin.model.adapter import Base, adapted_linears, new_adapter, save_adapter
 from pippin.model.config import read_config
+from pippin.model.source import copy_side_files
 from pippin.model.weights import Checkpoint, Spec, TensorInfo, Writer
 
 
@@ -49,9 +50,8 @@ def _write_model(folder: Path, base: Path, weights: Weights) -> None:
         for name, info in infos.items():
             tensor = weights[name] if name in weights else checkpoint.read(name)
             writer.write(name, tensor.astype(info.dtype, copy=False))
-    for name in (names.CONFIG, *names.SIDE_FILES):
-        if (base / name).exists():
-            shutil.copyfile(base / name, folder / name)
+    shutil.copyfile(base / names.CONFIG, folder / names.CONFIG)
+    copy_side_files(base, folder)
 
 
 def _kept(tensors: Mapping[str, TensorInfo], weights: Weights, tied: bool) -> dict[str, Spec]:

@@ -1,4 +1,7 @@
-"""What a training needs before its first update: tokenized rows, their order, what they tell."""
+"""What a training needs before its first update: tokenized rows, their order, what they tell.
+
+Shape letters: B rows, T tokens.
+"""
 
 import hashlib
 from collections.abc import Sequence

@@ -33,7 +33,9 @@ def learning_rate(train: Train, step: int, total: int) -> float:
 
 def total_steps(train: Train, steps_per_epoch: int) -> int:
     """Updates of the whole training."""
-    return train.steps or max(1, math.ceil(train.epochs * steps_per_epoch))
+    if train.steps is not None:
+        return train.steps
+    return max(1, math.ceil(train.epochs * steps_per_epoch))
 
 
 def fault(loss: float, grad_norm: float, recent: Sequence[float], spike: float) -> str | None:

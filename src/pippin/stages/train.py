@@ -35,7 +35,7 @@ def train(job: Job) -> Iterator[Event]:
     """
     artifact.refuse_foreign(job.folder)
     material = prepare(job)
-    yield Started(stage=STAGE, title=_title(job), total=material.total, unit="updates")
+    yield Started(stage=STAGE, title=_title(job), total=material.total, unit="steps")
     yield from _notices(material.notices)
     with disk.disk_errors(job.folder):
         store = _open_store(job, material)
