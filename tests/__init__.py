@@ -1,0 +1,1 @@
+"""Tests mirror src/pippin; helpers that several files share stand beside them."""

@@ -2,11 +2,12 @@
 
 import io
 import json
+import time
 
 import pytest
 from rich.console import Console as Rich
 
-from pippin import figures, tables
+from pippin import figures, printers, tables
 from pippin.console import Console, make_rich
 from pippin.events import Finished, Metric, Notice, Progress, Started
 from pippin.plan import make_plan
@@ -76,6 +77,42 @@ def test_lines_are_sparse(monkeypatch):
     printer.next_line = 0.0
     printer.show(EVENTS[3])
     assert text().splitlines()[-1] == "train: 40/100 updates  loss 0.4123  523 tok/s"
+
+
+def test_a_notice_is_said_once():
+    rich, text = fake()
+    printer = LinePrinter(rich)
+    for event in EVENTS[:2] * 3:
+        printer.show(event)
+    assert text().count("needs [mlx]") == 1
+
+
+def test_time_left_counts_from_the_first_progress(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(printers.time, "monotonic", lambda: now[0])
+    rich, _ = fake(terminal=True)
+    printer = TerminalPrinter(rich)
+    printer.clock.see(EVENTS[0])
+    now[0] += 60  # the model loads
+    printer.clock.see(Progress(stage="train", done=50, values={}))  # resumed at half
+    assert printer.clock.left(50) is None
+    now[0] += 10
+    assert printer.clock.left(60) == pytest.approx(40.0)
+
+
+def test_bar_has_room_at_80_columns():
+    rich, text = fake(80, terminal=True)
+    printer = TerminalPrinter(rich)
+    printer.show(Started(stage="train", title="train a rank 16 adapter", total=12_000))
+    printer.show(Progress(stage="train", done=0, values={}))
+    time.sleep(0.01)
+    values = {"loss": 0.4123, "tokens_per_second": 12_345.0, "memory_bytes": 2.1e9}
+    printer.show(Progress(stage="train", done=9_999, values=values))
+    printer.bar.refresh()
+    printer.close()
+    assert "9999/12000" in text().replace(" ", "")
+    assert "loss 0.4123" in text()
+    assert "…" not in text()
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])
@@ -218,7 +255,7 @@ def test_durations(seconds, text):
 
 def test_figures():
     assert figures.count_text(134_515_008) == "134.5M"
-    assert figures.share_text(0.9731) == "97.3 %"
+    assert figures.share_text(0.9731) == "97.3%"
     assert figures.figure_text("loss", 0.41234) == "0.4123"
     assert figures.figure_text("learning_rate", 1e-5) == "1.00e-05"
     assert figures.figure_text("peak_memory_bytes", 2.1e9) == "2.10 GB"

@@ -1,5 +1,6 @@
 """The only printer: results to stdout; progress and errors to stderr, as fits terminal or pipe."""
 
+import io
 import json
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ from pippin.printers import JsonPrinter, LinePrinter, Printer, QuietPrinter, Ter
 
 def make_rich(file: TextIO) -> Rich:
     """A rich console that prints text as it is; colour and width follow terminal and NO_COLOR."""
+    if isinstance(file, io.TextIOWrapper):
+        file.reconfigure(errors="replace")  # a terminal without a letter still shows the rest
     return Rich(file=file, markup=False, highlight=False, emoji=False)
 
 

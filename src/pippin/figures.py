@@ -36,8 +36,8 @@ def count_text(count: float) -> str:
 
 
 def share_text(share: float) -> str:
-    """0.9731 as `97.3 %`."""
-    return f"{100 * share:.1f} %"
+    """0.9731 as `97.3%`."""
+    return f"{100 * share:.1f}%"
 
 
 def figure_text(name: str, value: float) -> str:

@@ -29,7 +29,7 @@ SHOWN = {
     "memory_bytes": "",
 }
 SECONDS_BETWEEN_LINES = 15
-NAME, INDENT = 28, 4  # columns of a step's name, and before a notice
+NAME, INDENT, BAR = 28, 4, 10  # columns of a step's name, before a notice, of the smallest bar
 
 
 class Printer(Protocol):
@@ -83,7 +83,7 @@ class LinePrinter(QuietPrinter):
             self.next_line = time.monotonic() + SECONDS_BETWEEN_LINES
             count = f" ({event.total} {event.unit})" if event.total else ""
             self.line(f"{event.stage}: {event.title}{count}")
-        elif isinstance(event, Notice):
+        elif isinstance(event, Notice) and self.clock.news(event):
             self.line(f"{event.stage}: note: {event.text}")
         elif isinstance(event, Finished):
             self.line(
@@ -105,6 +105,7 @@ class TerminalPrinter:
         self.err = err
         self.clock = _Clock()
         self.bar: Progress | None = None
+        self.taken = 0  # columns of title, bar and count
         self.tick, self.dot = ("✓", "·") if _unicode(err) else ("+", "-")
 
     def show(self, event: Event) -> None:
@@ -113,11 +114,9 @@ class TerminalPrinter:
         if isinstance(event, Started):
             self.start(event)
         elif isinstance(event, events.Progress) and self.bar:
-            left = self.clock.left(event.done)
-            self.bar.update(
-                self.bar.task_ids[0], completed=event.done, figures=_beside(event, left)
-            )
-        elif isinstance(event, Notice):
+            task = self.bar.task_ids[0]
+            self.bar.update(task, completed=event.done, figures=self.beside(event))
+        elif isinstance(event, Notice) and self.clock.news(event):
             text = Text(f"{self.dot} {event.text}", style="dim")
             self.err.print(Padding(text, (0, 0, 0, INDENT)))
         elif isinstance(event, Finished):
@@ -129,7 +128,15 @@ class TerminalPrinter:
         self.close()
         self.bar = _progress(self.err, event.total is not None)
         self.bar.add_task(event.title, total=event.total, figures="")
+        self.taken = len(event.title) + 2 * len(str(event.total or "")) + BAR + 6
         self.bar.start()
+
+    def beside(self, event: events.Progress) -> str:
+        """Figures and time to go, as much as leaves the bar its room."""
+        left = self.clock.left(event.done)
+        eta = f"  {duration_text(left)} left" if left is not None else ""
+        room = self.err.width - self.taken - len(eta)
+        return figures(event.values, room) + eta
 
     def tick_line(self, event: Finished) -> Text:
         """`✓ train   1m 20s  loss 0.41  ...`"""
@@ -160,33 +167,39 @@ def figures(values: dict[str, Any], room: int = 200) -> str:
 
 
 class _Clock:
-    """When the running stage began, and how far it is."""
+    """When the running stage began, how far it is, and what was said already."""
 
     def __init__(self) -> None:
         self.started = time.monotonic()
         self.total: int | None = None
+        self.first: tuple[float, int] | None = None  # when the first progress came, and how far
+        self.said: set[str] = set()
 
     def see(self, event: Event) -> None:
         if isinstance(event, Started):
-            self.started, self.total = time.monotonic(), event.total
+            self.started, self.total, self.first = time.monotonic(), event.total, None
+        elif isinstance(event, events.Progress) and self.first is None:
+            self.first = (time.monotonic(), event.done)
 
     def elapsed(self) -> float:
         return time.monotonic() - self.started
 
     def left(self, done: int) -> float | None:
-        """Seconds to go at the pace so far."""
-        if not done or not self.total or self.elapsed() < 1:
+        """Seconds to go at the pace since the first progress: loading and resuming do not count."""
+        if self.first is None or self.total is None or done <= self.first[1]:
             return None
-        return self.elapsed() * (self.total - done) / done
+        pace = (time.monotonic() - self.first[0]) / (done - self.first[1])
+        return pace * (self.total - done)
+
+    def news(self, notice: Notice) -> bool:
+        """Whether a notice is said for the first time: every evaluation reads the same rows."""
+        known = notice.text in self.said
+        self.said.add(notice.text)
+        return not known
 
     def took(self, event: Finished) -> str:
         """How long a stage took, in words."""
         return "done before" if event.skipped else f"done in {duration_text(self.elapsed())}"
-
-
-def _beside(event: events.Progress, left: float | None) -> str:
-    eta = f"  {duration_text(left)} left" if left is not None else ""
-    return figures(event.values, room=44) + eta
 
 
 def _progress(err: Rich, bounded: bool) -> Progress:

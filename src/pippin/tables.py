@@ -27,14 +27,17 @@ SHORT = {
 }
 CAPTION = """\
 loss: held-out, nats a token. KL (nats) and top-1: against the stage before.
-gain: share of the adapter's gain that is left. bits: per weight, everything counted."""
+gain: share of the adapter's gain that is left. bits: per weight, all counted."""
 GATE_STYLE = {"passed": "green", "missed": "bold red"}
 
 
-def summary(rows: list[dict[str, str]]) -> Table:
+def summary(rows: list[dict[str, str]]) -> Group:
     """The measured stages, one a row; `rows` as report.summary_table gives them."""
+    return Group(_stages(rows), Text(f"{CAPTION}\n", style="dim"))
+
+
+def _stages(rows: list[dict[str, str]]) -> Table:
     table = _table()
-    table.caption, table.caption_justify = Text(CAPTION, style="dim"), "left"
     for key, heading in SHORT.items():
         left = key in ("stage", "gates")
         table.add_column(heading, justify="left" if left else "right", no_wrap=key != "stage")
