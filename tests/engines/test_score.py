@@ -19,7 +19,9 @@ def tokens_BT():  # noqa: N802
 def reference(tiny, kind, tokens_BT):
     from transformers import AutoModelForCausalLM
 
-    network = AutoModelForCausalLM.from_pretrained(tiny(kind), dtype=torch.float32)
+    network = AutoModelForCausalLM.from_pretrained(
+        tiny(kind), dtype=torch.float32, attn_implementation="eager"
+    )
     with torch.no_grad():
         return network(torch.tensor(tokens_BT).long()).logits.log_softmax(-1).numpy()
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from pippin.data.batches import Batch
 from pippin.engines import StepResult, Weights
 from pippin.engines.torch.body import find_head, hidden_states
+from pippin.engines.torch.fused import fuse
 from pippin.engines.torch.loss import head_loss, logits_loss
 from pippin.engines.torch.optimizer import Optimizer
 from pippin.engines.torch.probe import find_ability
@@ -49,6 +50,7 @@ class TorchTrainer:
         network.requires_grad_(False)
         for parameter in trainable.values():
             parameter.requires_grad_(True)
+        fuse(network)
         if train.gradient_checkpointing:
             _checkpoint_activations(network)
         self.optimizer = Optimizer(trainable, train, _waits)
