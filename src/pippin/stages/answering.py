@@ -1,4 +1,7 @@
-"""Greedy answers to many prompts, and their comparison with a reference."""
+"""Greedy answers to many prompts, and their comparison with a reference.
+
+Shape letters: T tokens.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

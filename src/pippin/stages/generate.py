@@ -1,4 +1,7 @@
-"""Speaks with whatever is given: the furthest stage of a run, a model, an adapter, a bundle."""
+"""Speaks with whatever is given: the furthest stage of a run, a model, an adapter, a bundle.
+
+Shape letters: T tokens.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,7 @@
-"""PyTorch on one device: loading a checkpoint, and what a loaded checkpoint can be asked."""
+"""PyTorch on one device: loading a checkpoint, and what a loaded checkpoint can be asked.
+
+Shape letters: B rows, T tokens, K kept tokens of a distribution.
+"""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
