@@ -80,6 +80,7 @@ def test_it_ends_when_all_rows_have_ended(tiny, engine, prompts):
     assert list(model.generate(prompts, Sampling(max_tokens=5, stop=everything))) == []
     assert len(list(model.generate(prompts, Sampling(max_tokens=5)))) == 5
     assert list(model.generate(prompts, Sampling(max_tokens=0))) == []
+    assert list(model.generate([], Sampling(max_tokens=5))) == []
 
 
 def test_sampling_follows_its_seed_whatever_the_batch(tiny, engine, prompts):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 Bounds: TypeAlias = Sequence[tuple[int, int]]
 
-# Where a sample is shorter than this, the kernel is 1.5 to 2.5 times faster on float32 than on
+# Where a sample is shorter than this, the kernel is 1.1 to 2.5 times faster on float32 than on
 # bfloat16, conversions included (benchmarks/bench_attention.py).
 FLOAT32_BELOW = 400
 

@@ -20,6 +20,9 @@ def generate(
     network: PreTrainedModel, prompts: Sequence[Tokens], sampling: Sampling
 ) -> Iterator[list[int | None]]:
     """Each step's token of every prompt, None for a row that has ended; ends when all have."""
+    if not prompts:
+        return
+    assert all(len(prompt) for prompt in prompts), "a prompt has at least one token"
     groups = [_Group(network, prompts, rows, sampling) for rows in _groups(network, prompts)]
     for _ in range(sampling.max_tokens):
         step: list[int | None] = [None] * len(prompts)
