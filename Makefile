@@ -21,6 +21,9 @@ check: setup-dev
 	$(BIN)/lint-imports
 	$(BIN)/deptry .
 
+reference: setup
+	$(BIN)/python -m pippin.reference docs/reference
+
 setup: $(VENV)/.setup
 setup-dev: $(VENV)/.setup-dev
 
