@@ -81,7 +81,17 @@ def _files(name: str) -> dict[str, str]:
         rows += [{"step": s, "valid_loss": 2.4 * 0.97**s + 0.25} for s in (25, 50, 75, 100)]
         return {"metrics.jsonl": "\n".join(map(json.dumps, rows)) + '\n{"step": 101, "lo'}
     if name.startswith("deploy"):
-        said = {"target": "executorch", "context": 512, "delegation": {"delegated nodes": 2417}}
+        said = {
+            "target": "executorch",
+            "context": 512,
+            "delegation": {
+                "subgraphs": 61,
+                "delegated": {"linear": 211, "mul": 90, "add": 60, "silu": 30},
+                "undelegated": {"llama.custom_sdpa": 30},
+                "flops_share": 0.9712,
+            },
+            "check": {"max_difference": 0.0123456, "top1": 1.0, "tokens": 64},
+        }
         return {"deploy.json": json.dumps(said), "model.pte": "x" * 1000}
     return {}
 
@@ -270,3 +280,12 @@ def test_long_curves_are_thinned_by_means():
 
 def test_small_figures_are_not_rounded_to_nothing(tmp_path):
     assert summary_table(make_run(tmp_path))[2]["kl"] == "4e-05"
+
+
+def test_a_bundle_is_described(tmp_path):
+    text = re.sub(r"\s+", " ", "|".join(read_page(make_run(tmp_path))[1].text))
+    assert "delegated|391 (linear 211, mul 90, add 60, ...)" in text
+    assert "undelegated|30 (llama.custom_sdpa 30)" in text
+    assert "flops share|97.1%" in text
+    assert "max difference|0.01235" in text
+    assert "model.pte|1 kB" in text

@@ -115,19 +115,35 @@ def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _bundle(path: Path) -> dict[str, Any]:
-    """A deployed bundle: its name, its files, what deploy.json says in single values."""
+    """A deployed bundle: its name, and lists of (name, value) under headings."""
     said = read_json(path)
     files = [
         p for p in sorted(path.parent.iterdir()) if p.is_file() and p.name != artifact.MANIFEST
     ]
-    plain = {k: v for k, v in said.items() if isinstance(v, str | int | float)}
-    delegation = said.get("delegation")
-    return {
-        "name": path.parent.name,
-        "files": [(p.name, bytes_text(p.stat().st_size)) for p in files],
-        "facts": plain,
-        "delegation": delegation if isinstance(delegation, dict) else {},
+    facts = {k: v for k, v in said.items() if isinstance(v, str | int | float)}
+    lists = {
+        "Files": {file.name: bytes_text(file.stat().st_size) for file in files},
+        "Delegation": said.get("delegation"),
+        "Checked against the quantized model": said.get("check"),
+        "Facts": {k: v for k, v in facts.items() if k not in ("parent", "size_bytes")},
     }
+    shown = {head: _facts(found) for head, found in lists.items() if isinstance(found, dict)}
+    return {"name": path.parent.name, "lists": shown}
+
+
+def _facts(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """Values as text; counts by name become their sum and the largest three."""
+    return [(name.replace("_", " "), _fact(name, value)) for name, value in found.items()]
+
+
+def _fact(name: str, value: Any) -> str:
+    if isinstance(value, dict):
+        largest = sorted(value, key=lambda key: -value[key])[:3]
+        few = ", ".join(f"{key} {value[key]}" for key in largest)
+        return f"{sum(value.values())} ({few}{', ...' if len(value) > 3 else ''})"
+    if isinstance(value, float):
+        return f"{100 * value:.1f}%" if name.endswith(("share", "top1")) else f"{value:.4g}"
+    return str(value)
 
 
 def _settings(recipe: Recipe) -> list[tuple[str, list[tuple[str, str]]]]:
