@@ -183,6 +183,52 @@ def test_kills_at_random_moments_change_no_bit(ground: Path) -> None:
         assert [path.name for path in job.folder.parent.iterdir()] == ["train"]
 
 
+RECIPE = """
+seed = 3
+[model]
+source = "model"
+device = "cpu"
+dtype = "float32"
+[data]
+source = "."
+chat_template = false
+max_seq_len = 96
+[lora]
+rank = 4
+dropout = 0.1
+[train]
+steps = 200
+row_tokens = 96
+valid_every = 100
+[deploy]
+targets = []
+"""
+
+
+def test_ctrl_c_on_the_command_line(ground: Path) -> None:
+    """The process group gets it, as from a terminal; the same command goes on."""
+    (ground / "long.toml").write_text(RECIPE)
+    command = [sys.executable, "-m", "pippin", "train", "long.toml", "--set", "out=line"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    started = subprocess.Popen(
+        command, cwd=ground, env=environment, stderr=subprocess.PIPE, text=True, process_group=0
+    )
+    record = ground / "line" / ".train.work" / "metrics.jsonl"
+    while started.poll() is None and not (record.exists() and record.stat().st_size > 4000):
+        time.sleep(0.02)
+    os.killpg(started.pid, signal.SIGINT)
+    said = started.communicate()[1]
+    assert started.returncode == 130, said
+    assert "error: stopped after update" in said
+    assert "hint: run the same command again" in said
+    assert "Traceback" not in said
+    resumed = subprocess.run(
+        command, cwd=ground, env=environment, capture_output=True, text=True, check=True
+    )
+    assert "going on after update" in resumed.stderr
+    assert (ground / "line" / "train" / "adapter_model.safetensors").exists()
+
+
 def fork_training(job: Job) -> tuple[int, int]:
     """A child that trains, and a pipe that says when its loop has begun."""
     reading, writing = os.pipe()
