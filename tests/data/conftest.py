@@ -83,7 +83,9 @@ def write_tokenizer(folder: Path, template: str | None, adds_bos: bool = False) 
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    backend.train_from_iterator(["the user and the assistant say\n\n\n this and that  again"], trainer)
+    backend.train_from_iterator(
+        ["the user and the assistant say\n\n\n this and that  again"], trainer
+    )
     backend.add_special_tokens([AddedToken("<s>"), AddedToken("<|im_start|>")])
     if adds_bos:
         backend.post_processor = processors.TemplateProcessing(

@@ -75,7 +75,7 @@ def test_folder_without_tokenizer(model_folder: Path) -> None:
 def test_truncated_tokenizer(model_folder: Path) -> None:
     path = model_folder / "tokenizer.json"
     path.write_text(path.read_text()[:500])
-    with pytest.raises(ModelError, match="tokenizer.json is not JSON"):
+    with pytest.raises(ModelError, match=r"tokenizer\.json is not JSON"):
         load_tokenizer(model_folder)
 
 
