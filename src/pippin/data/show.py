@@ -125,7 +125,8 @@ def as_lines(seen: Look) -> list[str]:
     lines = []
     for row in seen.rows:
         lines.append(_heading(row))
-        lines += "".join(f"[[{p.text}]]" if p.trained else p.text for p in row.pieces).split("\n")
+        parts = [(_printable(piece.text), piece.trained) for piece in row.pieces]
+        lines += "".join(f"[[{text}]]" if trained else text for text, trained in parts).split("\n")
         lines.append("")
     return [*lines, *_summary(seen)]
 
@@ -148,8 +149,13 @@ def _coloured(pieces: Sequence[Piece]) -> "Text":
 
     text = Text()
     for piece in pieces:
-        text.append(piece.text, style="green reverse" if piece.trained else "dim")
+        text.append(_printable(piece.text), style="green reverse" if piece.trained else "dim")
     return text
+
+
+def _printable(text: str) -> str:
+    """Data must not steer the terminal: control characters are written as escapes."""
+    return "".join(c if c in "\n\t" or c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def _heading(row: MarkedRow) -> str:
