@@ -1,13 +1,14 @@
-"""The decoder's parts, in the forms XNNPACK takes: exact codes, no mean, no slice, no symbolic reshape.
+"""The decoder's parts in forms that XNNPACK takes: exact codes, no mean, slice or symbolic size.
 
-Shape letters: B batch (1), T tokens, D inputs, O outputs, H heads, C head channels, V vocab, G groups.
+Shape letters: B batch (1), T tokens, D inputs, O outputs, H heads, C head channels, V vocab,
+G groups.
 """
 
 import torch
 import torchao.quantization.quant_primitives  # noqa: F401  defines torch.ops.torchao
 from torch import Tensor, nn
 
-# The embedding operators live in this private module; executorch.kernels.quantized has their kernels.
+# The embedding operators are defined here; executorch.kernels.quantized has their kernels.
 import executorch.exir.passes._quant_patterns_and_replacements  # noqa: F401  isort: skip
 
 INT8_RANGE = (-128, 127)
@@ -18,15 +19,29 @@ def fake_quantize(x_BTD: Tensor) -> Tensor:
 
     Linears that read one tensor share the result, so that it is quantized once.
     """
+    return _marked(x_BTD) if torch.compiler.is_exporting() else _rounded(x_BTD)
+
+
+def _marked(x_BTD: Tensor) -> Tensor:
+    # XNNPACK reads these operators as a mark and computes on its own. Of the two families it knows
+    # these have shape functions of one step, which every pass of the lowering calls again.
+    ops, int8 = torch.ops.quantized_decomposed, torch.int8
+    scale_BT1, zero_BT1 = ops.choose_qparams_per_token_asymmetric(x_BTD, int8)
+    codes_BTD = ops.quantize_per_token(x_BTD, scale_BT1, zero_BT1, *INT8_RANGE, int8)
+    return ops.dequantize_per_token(
+        codes_BTD, scale_BT1, zero_BT1, *INT8_RANGE, int8, torch.float32
+    )
+
+
+def _rounded(x_BTD: Tensor) -> Tensor:
+    # The other family computes in float64 where XNNPACK and torchao's have float32.
+    ops, int8 = torch.ops.torchao, torch.int8
     block = [1] * (x_BTD.dim() - 1) + [x_BTD.shape[-1]]
-    ops = torch.ops.torchao
-    scale, zero = ops.choose_qparams_affine(
-        x_BTD, "ASYMMETRIC", block, torch.int8, *INT8_RANGE, None, torch.float32, torch.int8
+    scale_BT, zero_BT = ops.choose_qparams_affine(
+        x_BTD, "ASYMMETRIC", block, int8, *INT8_RANGE, None, torch.float32, int8
     )
-    codes = ops.quantize_affine(x_BTD, block, scale, zero, torch.int8, *INT8_RANGE)
-    return ops.dequantize_affine(
-        codes, block, scale, zero, torch.int8, *INT8_RANGE, output_dtype=torch.float32
-    )
+    codes_BTD = ops.quantize_affine(x_BTD, block, scale_BT, zero_BT, int8, *INT8_RANGE)
+    return ops.dequantize_affine(codes_BTD, block, scale_BT, zero_BT, int8, *INT8_RANGE)
 
 
 class QuantizedLinear(nn.Module):
@@ -40,19 +55,19 @@ class QuantizedLinear(nn.Module):
         self.range = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
         self.register_buffer("codes", codes_OD)
         self.register_buffer("scales", scales_OG)
-        self.register_buffer("zeros", torch.zeros_like(scales_OG, dtype=torch.int8))
+        self.register_buffer("zeros", torch.zeros_like(scales_OG, dtype=torch.int32))
         self.register_buffer("bias", bias_O)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """(.., D) to (.., O), float32."""
-        weight_OD = torch.ops.torchao.dequantize_affine(
+        weight_OD = torch.ops.quantized_decomposed.dequantize_per_channel_group(
             self.codes,
-            [1, self.group_size],
             self.scales,
             self.zeros,
-            torch.int8,
             *self.range,
-            output_dtype=torch.float32,
+            torch.int8,
+            self.group_size,
+            torch.float32,
         )
         return nn.functional.linear(x_BTD, weight_OD, self.bias)
 

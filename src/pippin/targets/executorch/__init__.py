@@ -1,0 +1,50 @@
+"""ExecuTorch with XNNPACK: a .pte for the CPUs of phones, checked in ExecuTorch's own runtime.
+
+constraint.py   what the target can hold, asked before any work
+folder.py       a quantized folder as exact codes and scales
+layers.py       linears, embeddings, norms and rotations in forms that XNNPACK takes
+decoder.py      the model as an exportable module
+lowering.py     export, delegation, serialization
+delegation.py   what runs in XNNPACK
+runtime.py      the .pte as a Scorer
+check.py        the .pte against eager torch
+writing.py      the bundle
+guide.py        the bundle's README
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from pippin.engines import Scorer
+from pippin.events import Event
+from pippin.model.config import read_config
+from pippin.recipe import Quantize
+from pippin.targets import Bundle
+from pippin.targets.executorch.constraint import Refusal, refuse_model, refuse_quantize
+
+
+class ExecuTorch:
+    """The target; its packages are imported when it writes or loads."""
+
+    def refusal(self, quantize: Quantize, checkpoint: Path) -> Refusal | None:
+        """The first reason against deploying such a model, as (message, hint); None for none."""
+        tied = read_config(checkpoint).tied_embeddings
+        reasons = [*refuse_model(checkpoint), *refuse_quantize(quantize, tied)]
+        return reasons[0] if reasons else None
+
+    def write(self, bundle: Bundle) -> Iterator[Event]:
+        """Make, describe and check the bundle. Raises what writing.write raises."""
+        from pippin.targets.executorch import writing
+
+        yield from writing.write(bundle)
+
+    def load(self, folder: Path) -> Scorer:
+        """The .pte in ExecuTorch's runtime. Raises ModelError for an incomplete bundle."""
+        from pippin.targets.executorch import writing
+
+        return writing.load(folder)
+
+
+def make_target() -> ExecuTorch:
+    """The target's entry in the table."""
+    return ExecuTorch()

@@ -1,0 +1,105 @@
+"""What ExecuTorch with XNNPACK can hold, checked before anything is trained or quantized."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pippin.recipe import Quantize
+
+GROUP_MULTIPLE = 32
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+Refusal = tuple[str, str]
+
+
+def refuse_quantize(quantize: Quantize, tied: bool) -> Iterator[Refusal]:
+    """Every reason why codes made this way cannot be stored in a .pte, as (message, hint)."""
+    if quantize.scheme != "symmetric":
+        yield (
+            f"executorch: XNNPACK holds symmetric codes, the recipe asks for {quantize.scheme}",
+            'set quantize.scheme = "symmetric"',
+        )
+    yield from _refuse_linears(quantize.bits, quantize.group_size)
+    if quantize.embed_bits != 16:
+        yield from _refuse_embedding(quantize, tied)
+
+
+def _refuse_linears(bits: int, group_size: int) -> Iterator[Refusal]:
+    if bits not in (4, 8):
+        yield (
+            f"executorch: XNNPACK has no {bits}-bit linear, only 4 and 8 bits",
+            "set quantize.bits = 4",
+        )
+    if bits == 8 and group_size != 0:
+        yield (
+            f"executorch: an 8-bit linear has one scale a channel, not groups of {group_size}",
+            "set quantize.group_size = 0",
+        )
+
+
+def _refuse_embedding(quantize: Quantize, tied: bool) -> Iterator[Refusal]:
+    if quantize.embed_scheme != "symmetric":
+        yield (
+            "executorch: the embedding holds symmetric codes only, "
+            f"the recipe asks for {quantize.embed_scheme}",
+            'set quantize.embed_scheme = "symmetric"',
+        )
+    if quantize.embed_bits not in (4, 8):
+        yield (
+            f"executorch: embeddings have 4, 8 or 16 bits, not {quantize.embed_bits}",
+            "set quantize.embed_bits = 8",
+        )
+    if quantize.embed_bits == 8 and quantize.embed_group_size != 0:
+        which = "the tied head" if tied else "the head"
+        yield (
+            f"executorch: {which} is an 8-bit linear with one scale a channel, "
+            f"not groups of {quantize.embed_group_size}",
+            "set quantize.embed_group_size = 0",
+        )
+
+
+def refuse_model(checkpoint: Path) -> Iterator[Refusal]:
+    """Every reason why this target cannot run the model in the folder, as (message, hint)."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    kind = config.get("model_type")
+    window = sliding_window(config)
+    if window is not None:
+        yield (
+            f"executorch: {kind} has sliding-window attention ({window} tokens); "
+            "its ring-buffer cache is not built",
+            "deploy a model with full attention in every layer",
+        )
+    elif kind not in MODEL_TYPES:
+        yield (
+            f"executorch: model type {kind} is not built, only {', '.join(MODEL_TYPES)}",
+            "deploy a model of one of these families",
+        )
+    yield from _refuse_details(config)
+
+
+def _refuse_details(config: dict[str, Any]) -> Iterator[Refusal]:
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ROPE_TYPES:
+        yield (
+            f"executorch: rope type {kind} changes with the length of the prompt",
+            f"deploy a model whose rope type is one of {', '.join(ROPE_TYPES)}",
+        )
+    if config.get("hidden_act", "silu") != "silu":
+        yield (
+            f"executorch: activation {config['hidden_act']} is not built",
+            "deploy a model with silu",
+        )
+
+
+def sliding_window(config: dict[str, Any]) -> int | None:
+    """The window of the model's sliding layers, None where every layer attends to everything."""
+    window = config.get("sliding_window")
+    layers = config.get("layer_types")
+    if window is None or config.get("use_sliding_window") is False:
+        return None
+    if layers is not None and "sliding_attention" not in layers:
+        return None
+    return int(window)

@@ -1,0 +1,130 @@
+"""Exported programs to a .pte: one subgraph a layer, provenance shared instead of copied."""
+
+import contextlib
+import copy
+import types
+from collections.abc import Iterable, Iterator, Set
+from typing import Any
+
+import torch
+from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+from executorch.backends.xnnpack.xnnpack_preprocess import XnnpackBackend
+from executorch.exir import (
+    EdgeCompileConfig,
+    EdgeProgramManager,
+    ExecutorchBackendConfig,
+    ExecutorchProgramManager,
+    to_edge_transform_and_lower,
+)
+from executorch.exir.backend.canonical_partitioners.config_partitioner import is_constant_data
+from executorch.exir.backend.compile_spec_schema import CompileSpec
+from executorch.exir.backend.partitioner import DelegationSpec
+from executorch.exir.passes import MemoryPlanningPass
+from torch.fx import Node
+from torch.fx.passes.infra.partitioner import Partition
+
+from pippin.targets.executorch.decoder import Decoder
+
+
+class LevelPartitioner(XnnpackPartitioner):
+    """XNNPACK's own rules for what it takes, with as few subgraphs as the graph allows.
+
+    A node's level is the number of undelegated stretches before it. Nodes of one level form one
+    subgraph: data flows between levels only upwards, so no cycle can arise and no pair of
+    candidates has to be tried. The stock merge tries every pair, minutes for 30 layers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        # With this spec the backend runs one of its seventeen rewriting passes. Each of them traces
+        # the subgraph again, and none finds anything to change in the forms of layers.py.
+        specs = [CompileSpec("dqlinear_partitioner", b"")]
+        self.delegation_spec = DelegationSpec(XnnpackBackend.__name__, specs)
+
+    def ops_to_not_decompose(self, ep: Any) -> tuple[list[Any], None]:
+        """What reaches XNNPACK whole; with no filter a node, one rewrite does, not three."""
+        operators, _ = super().ops_to_not_decompose(ep)
+        return operators, None
+
+    def generate_partitions(self, exported_program: Any) -> list[Partition]:
+        """One partition a level, with the constants that only it reads."""
+        groups = self.get_matched_nodes_from_configs(exported_program)
+        taken = {node for group in groups for node in group if node.op == "call_function"}
+        nodes = exported_program.graph.nodes
+        constants = {node for node in nodes if is_constant_data(exported_program, node)}
+        members: dict[int, list[Node]] = {}
+        for node, level in _levels(nodes, taken, constants).items():
+            members.setdefault(level, []).append(node)
+        return [Partition(id=level, nodes=found) for level, found in members.items()]
+
+
+def _levels(nodes: Iterable[Node], taken: Set[Node], constants: Set[Node]) -> dict[Node, int]:
+    """The level of every taken node and of the constants that one level alone reads."""
+    level: dict[Node, int] = {}
+    for node in nodes:
+        entered = (
+            level[source] + (node in taken and source.op == "call_function" and source not in taken)
+            for source in node.all_input_nodes
+        )
+        level[node] = max(entered, default=0)
+    found = {node: level[node] for node in taken if not constants.issuperset(node.all_input_nodes)}
+    # Constants, and nodes computed from constants alone, go where they are read: a weight and its
+    # dequantization belong to their linear. Backwards, so that a chain of them is followed.
+    for node in reversed(list(nodes)):
+        if node in constants or (node in taken and node not in found):
+            readers = {found.get(user) for user in node.users}
+            if len(readers) == 1 and None not in readers:
+                found[node] = readers.pop()
+    return found
+
+
+@contextlib.contextmanager
+def shared_provenance() -> Iterator[None]:
+    """Let torch.fx share the records of where a node came from while the context is open.
+
+    They are never changed, yet deep-copied for every node in every pass: a chain that grows with
+    each pass makes lowering slower than linear.
+    """
+    import torch.fx.traceback as traceback
+
+    def share(value: Any, memo: Any = None) -> Any:
+        return list(value) if isinstance(value, list) else value
+
+    original = traceback.copy
+    traceback.copy = types.SimpleNamespace(deepcopy=share, copy=copy.copy)
+    try:
+        yield
+    finally:
+        traceback.copy = original
+
+
+def export(decoder: Decoder, max_tokens: int) -> torch.export.ExportedProgram:
+    """The decoder as a graph that takes 1 to max_tokens tokens a call."""
+    example = (torch.zeros((1, 3), dtype=torch.long), torch.tensor([0]))
+    length = torch.export.Dim("length", min=1, max=max_tokens)
+    with torch.no_grad(), shared_provenance():
+        return torch.export.export(
+            decoder, example, dynamic_shapes=({1: length}, None), strict=False
+        )
+
+
+def lower(program: torch.export.ExportedProgram, constants: dict[str, Any]) -> EdgeProgramManager:
+    """The program, delegated to XNNPACK where it takes it; `constants` become methods beside it."""
+    with torch.no_grad(), shared_provenance():
+        return to_edge_transform_and_lower(
+            program,
+            partitioner=[LevelPartitioner()],
+            constant_methods=constants,
+            compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
+        )
+
+
+def serialize(edge: EdgeProgramManager) -> ExecutorchProgramManager:
+    """The .pte in memory, the delegates' data in segments of their own that load lazily."""
+    with torch.no_grad(), shared_provenance():
+        return edge.to_executorch(
+            ExecutorchBackendConfig(
+                extract_delegate_segments=True,
+                memory_planning_pass=MemoryPlanningPass(alloc_graph_input=False),
+            )
+        )

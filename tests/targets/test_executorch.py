@@ -1,0 +1,150 @@
+"""A tiny model end to end: quantized folder to .pte, run in ExecuTorch's runtime, and checked."""
+
+import json
+
+import numpy as np
+import pytest
+from tests.targets.tiny_quantized import write_folder
+
+from pippin.engines import Sampling
+from pippin.errors import ModelError, PippinError
+from pippin.targets import Bundle, load_target
+
+pytest.importorskip("executorch")
+pytestmark = [
+    pytest.mark.executorch,
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+CONTEXT = 64
+
+
+def deploy(quantized, folder, context=CONTEXT):
+    folder.mkdir()
+    bundle = Bundle(quantized=quantized, folder=folder, context=context)
+    return list(load_target("executorch").write(bundle))
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    source, folder = tmp_path_factory.mktemp("quantized"), tmp_path_factory.mktemp("b") / "bundle"
+    deploy(write_folder(source), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(bundle):
+    return load_target("executorch").load(bundle)
+
+
+def test_the_bundle_describes_itself(bundle):
+    found = json.loads((bundle / "deploy.json").read_text())
+    assert found["target"] == "executorch"
+    assert found["context"] == CONTEXT
+    assert found["stop_ids"] == [2]
+    assert found["check"]["top1"] > 0.95
+    assert found["check"]["median_difference"] < 1e-4
+    assert found["size_bytes"] == (bundle / "model.pte").stat().st_size
+    assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} <= {
+        path.name for path in bundle.iterdir()
+    }
+    assert "model.pte" in (bundle / "README.md").read_text()
+
+
+def test_every_linear_is_in_one_of_few_subgraphs(bundle):
+    found = json.loads((bundle / "deploy.json").read_text())["delegation"]
+    assert found["subgraphs"] <= 2 + 2
+    assert found["delegated"]["aten.linear"] >= 2 * 7 + 1
+    assert not [name for name in found["undelegated"] if "linear" in name or "mul" in name]
+    assert 0.5 < found["flops_share"] < 1
+
+
+def test_the_runner_finds_its_constants(bundle):
+    from executorch.runtime import Runtime
+
+    program = Runtime.get().load_program(bundle / "model.pte")
+    read = {n: program.load_method(n).execute(())[0] for n in program.method_names - {"forward"}}
+    assert read["get_max_context_len"] == read["get_max_seq_len"] == CONTEXT
+    assert (read["get_vocab_size"], read["get_n_layers"], read["get_bos_id"]) == (320, 2, 1)
+    assert read["use_kv_cache"]
+    assert read["enable_dynamic_shape"]
+    assert read["use_sdpa_with_kv_cache"]
+
+
+def test_scores_are_log_probabilities(model):
+    tokens = np.arange(24, dtype=np.int32).reshape(2, 12) * 5 % 320
+    logprobs, top = model.logprobs(tokens), model.topk(tokens, 320)
+    assert logprobs.shape == (2, 11)
+    assert logprobs.dtype == np.float32
+    assert top.ids_BTK.shape == top.logprobs_BTK.shape == (2, 12, 320)
+    np.testing.assert_allclose(np.exp(top.logprobs_BTK).sum(-1), 1, rtol=1e-4)
+    assert (np.diff(top.logprobs_BTK) <= 0).all()
+    asked = model.topk(tokens[:, :-1], 0, tokens[:, 1:, None])
+    np.testing.assert_allclose(asked.logprobs_BTK[..., 0], logprobs, atol=1e-5)
+
+
+def test_generate_stops_and_fills(model):
+    prompts = [np.array([5, 6, 7]), np.array([9])]
+    steps = list(model.generate(prompts, Sampling(max_tokens=6)))
+    assert len(steps) == 6
+    first = [step[0] for step in steps]
+    alone = [step[0] for step in model.generate(prompts[:1], Sampling(max_tokens=6))]
+    assert first == alone
+    stop = Sampling(max_tokens=6, stop=frozenset([first[3]]))
+    cut = [step[0] for step in model.generate(prompts, stop)]
+    assert [t for t in cut if t is not None] == first[: first.index(first[3])]
+
+
+def test_the_last_slot_of_the_context_is_used(model):
+    row = np.arange(CONTEXT, dtype=np.int32)[None]
+    assert np.isfinite(model.logprobs(row)).all()
+    assert len(list(model.generate([row[0]], Sampling(max_tokens=5)))) == 1
+    with pytest.raises(ModelError, match=f"context of {CONTEXT}"):
+        model.logprobs(np.zeros((1, CONTEXT + 2), np.int32))
+
+
+def test_drawn_tokens_follow_the_seed(model):
+    def draw(seed):
+        hot = Sampling(max_tokens=8, temperature=1.5, top_p=0.9, seed=seed)
+        return [step[0] for step in model.generate([np.array([5])], hot)]
+
+    assert draw(1) == draw(1) != draw(2)
+
+
+def test_another_tokenizer_is_refused(bundle, tmp_path):
+    import shutil
+
+    copy = shutil.copytree(bundle, tmp_path / "copy")
+    (copy / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"tokenizer\.json is not the file"):
+        load_target("executorch").load(copy)
+
+
+def test_a_file_that_computes_something_else_is_refused(bundle, quantized, tmp_path):
+    from pippin.targets.executorch.check import check
+    from pippin.targets.executorch.decoder import Weights
+    from pippin.targets.executorch.folder import Folder
+
+    weights = Weights(Folder(quantized()), CONTEXT)
+    weights.layers[1].attention.o_proj.scales *= 1.5
+    with pytest.raises(PippinError, match="does not compute what the quantized model does"):
+        check(load_target("executorch").load(bundle), weights, [[5, 6, 7, 8]])
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "odd_heads", "untied"])
+def test_other_families_end_to_end(quantized, tmp_path, kind):
+    deploy(quantized(kind), tmp_path / "bundle")
+    found = json.loads((tmp_path / "bundle" / "deploy.json").read_text())["check"]
+    assert found["mean_kl"] < 1e-3
+    assert found["median_difference"] < 1e-4
+
+
+def test_dense_layers_run_in_float32(quantized, tmp_path):
+    deploy(quantized("llama", lambda module: None), tmp_path / "bundle")
+    found = json.loads((tmp_path / "bundle" / "deploy.json").read_text())["check"]
+    assert found["max_difference"] < 1e-4
+
+
+def test_a_context_beyond_the_model_is_refused(quantized, tmp_path):
+    with pytest.raises(ModelError, match="positions up to 256"):
+        deploy(quantized(), tmp_path / "bundle", context=512)

@@ -1,0 +1,89 @@
+"""What ExecuTorch cannot hold is refused before any work, with the reason and the way out."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from pippin.recipe import Quantize
+from pippin.targets import load_target
+
+GOOD = Quantize(
+    bits=4,
+    group_size=32,
+    scheme="symmetric",
+    embed_bits=8,
+    embed_group_size=0,
+    embed_scheme="symmetric",
+)
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    def make(**changes):
+        config = {
+            "model_type": "llama",
+            "num_hidden_layers": 2,
+            "hidden_size": 64,
+            "num_attention_heads": 4,
+            "vocab_size": 320,
+            "tie_word_embeddings": True,
+        }
+        (tmp_path / "config.json").write_text(json.dumps(config | changes))
+        return tmp_path
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"group_size": 128},
+        {"group_size": 0},
+        {"bits": 8, "group_size": 0},
+        {"embed_bits": 4, "embed_group_size": 32},
+        {"embed_bits": 16, "embed_scheme": "affine", "embed_group_size": 64},
+    ],
+)
+def test_what_fits_is_not_refused(checkpoint, changes):
+    assert load_target("executorch").refusal(replace(GOOD, **changes), checkpoint()) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scheme": "affine"}, "symmetric codes"),
+        ({"bits": 3}, "no 3-bit linear"),
+        ({"bits": 8}, "one scale a channel"),
+        ({"embed_scheme": "affine"}, "embedding holds symmetric"),
+        ({"embed_bits": 6}, "4, 8 or 16 bits"),
+        ({"embed_group_size": 64}, "tied head"),
+    ],
+)
+def test_codes_that_do_not_fit_are_refused(checkpoint, changes, message):
+    refusal = load_target("executorch").refusal(replace(GOOD, **changes), checkpoint())
+    assert message in refusal[0]
+    assert "quantize." in refusal[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gemma3_text", "sliding_window": 512}, "sliding-window attention (512"),
+        ({"model_type": "mistral", "sliding_window": 4096}, "sliding-window attention (4096"),
+        ({"model_type": "mamba2"}, "model type mamba2"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope type dynamic"),
+        ({"hidden_act": "gelu"}, "activation gelu"),
+        ({"attention_multiplier": 0.2, "model_type": "granite"}, "model type granite"),
+    ],
+)
+def test_models_that_are_not_built_are_refused(checkpoint, changes, message):
+    assert message in load_target("executorch").refusal(GOOD, checkpoint(**changes))[0]
+
+
+def test_a_window_that_no_layer_uses_is_no_reason(checkpoint):
+    unused = {"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False}
+    assert load_target("executorch").refusal(GOOD, checkpoint(**unused)) is None
+    full = {"model_type": "qwen3", "sliding_window": 64, "layer_types": ["full_attention"] * 2}
+    assert load_target("executorch").refusal(GOOD, checkpoint(**full)) is None
