@@ -1,3 +1,5 @@
+"""Packing and the plan of updates."""
+
 import time
 
 import numpy as np

@@ -1,3 +1,5 @@
+"""Tokens and loss masks against transformers' own templates."""
+
 import dataclasses
 import json
 from collections.abc import Callable, Sequence

@@ -1,3 +1,5 @@
+"""Every file format and every way a data file can be wrong."""
+
 import csv
 import dataclasses
 import json

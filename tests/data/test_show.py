@@ -1,3 +1,5 @@
+"""What `pippin data` shows."""
+
 import dataclasses
 import io
 import json

@@ -1,3 +1,5 @@
+"""The tokenizer of a model's folder."""
+
 import json
 from collections.abc import Callable
 from pathlib import Path
