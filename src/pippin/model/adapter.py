@@ -8,7 +8,7 @@ import fnmatch
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -56,7 +56,8 @@ class Adapter:
     """A loaded adapter: `<linear>.lora_A.weight` (R, I) and `<linear>.lora_B.weight` (O, R).
 
     All are float32. `embeddings` names the pairs that belong to an embedding: B is (V, R) there and
-    A (R, D), so that the update of any weight is scale_of(name) * B @ A.
+    A (R, D), so that the update of any weight is scale_of(name) * B @ A. `copies` are embeddings
+    that peft stored beside the adapter; they are the base's own unless its vocabulary was resized.
     """
 
     weights: Weights
@@ -65,6 +66,7 @@ class Adapter:
     raw: dict[str, Any]
     base: Base | None
     embeddings: frozenset[str] = frozenset()
+    copies: Weights = field(default_factory=dict)
 
     @property
     def linears(self) -> list[str]:
@@ -134,8 +136,13 @@ def load_adapter(folder: Path) -> Adapter:
     raw = _read_config(folder)
     _refuse_unknown(folder, raw)
     weights: Weights = {}
+    copies: Weights = {}
     embeddings = set()
     for key, info in file_tensors(_weights_file(folder)).items():
+        copied = _copied(key)
+        if copied:
+            copies[copied] = read_tensor(info)
+            continue
         linear, part = _parse_key(folder, key)
         tensor = read_tensor(info).astype(np.float32)
         if part in ("embedding_A", "embedding_B"):
@@ -147,11 +154,12 @@ def load_adapter(folder: Path) -> Adapter:
     _check_pairs(folder, weights)
     return Adapter(
         weights=weights,
-        rank=raw["r"],
+        rank=raw.get("r", 8),
         scale_of=_scales(raw, weights),
         raw=raw,
         base=_read_base(folder, raw),
         embeddings=frozenset(embeddings),
+        copies=copies,
     )
 
 
@@ -217,6 +225,14 @@ def _weights_file(folder: Path) -> Path:
     return path
 
 
+def _copied(key: str) -> str | None:
+    """The weight that peft stored whole: embedding or head, where one of them is adapted."""
+    name = key.removeprefix(names.PEFT_PREFIX).replace(".base_layer.", ".")
+    module = names.module(name)
+    whole = name.endswith(".weight") and (names.is_embedding(module) or names.is_head(module))
+    return name if whole else None
+
+
 def _parse_key(folder: Path, key: str) -> tuple[str, str]:
     found = re.fullmatch(
         r"(?:base_model\.model\.)?(.+)\.lora_(A|B|embedding_A|embedding_B)(?:\.default)?(?:\.weight)?",
@@ -254,7 +270,7 @@ def _scales(raw: dict[str, Any], weights: Weights) -> Callable[[str], float]:
 
     def scale_of(linear: str) -> float:
         rank = ranks[linear]
-        alpha = _by_pattern(raw.get("alpha_pattern") or {}, linear, raw["lora_alpha"])
+        alpha = _by_pattern(raw.get("alpha_pattern") or {}, linear, raw.get("lora_alpha", 8))
         return float(alpha) / (rank**0.5 if raw.get("use_rslora") else rank)
 
     return scale_of

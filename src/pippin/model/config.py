@@ -137,9 +137,19 @@ def _figure(text: dict[str, Any], spellings: tuple[str, ...], folder: Path) -> i
 
 
 def _tied(raw: dict[str, Any], text: dict[str, Any]) -> bool:
-    # transformers' own default when a config is silent is tied for these families alone.
-    silent = text.get("model_type") in ("gpt2", "openai-gpt", "gemma", "gemma2", "gemma3_text")
-    return bool(raw.get("tie_word_embeddings", text.get("tie_word_embeddings", silent)))
+    tied = raw.get("tie_word_embeddings", text.get("tie_word_embeddings"))
+    return bool(_family_ties(text.get("model_type", "")) if tied is None else tied)
+
+
+def _family_ties(model_type: str) -> bool:
+    """A config that is silent means its family's default, which transformers alone knows."""
+    from transformers import CONFIG_MAPPING
+
+    try:
+        family = CONFIG_MAPPING[model_type]  # its `get` does not know families not yet imported
+    except KeyError:
+        return False
+    return bool(getattr(family, "tie_word_embeddings", False))
 
 
 def _window(text: dict[str, Any]) -> int | None:

@@ -169,7 +169,13 @@ def _token_id(file: GgufFile, name: str) -> int | None:
 def _write_tokenizer(file: GgufFile, folder: Path) -> None:
     from transformers import AutoTokenizer, GenerationConfig
 
-    tokenizer = AutoTokenizer.from_pretrained(file.path.parent, gguf_file=file.path.name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(file.path.parent, gguf_file=file.path.name)
+    except ImportError as error:
+        raise ModelError(
+            "transformers reads the tokenizer of a GGUF file only where torch is installed",
+            "pip install 'pippin[torch]'",
+        ) from error
     assert tokenizer is not None
     tokenizer.save_pretrained(folder)
     GenerationConfig(

@@ -173,6 +173,8 @@ def _info(file: Path, name: str, entry: Any, base: int) -> TensorInfo:
     try:
         begin, end = entry["data_offsets"]
         shape, dtype = tuple(entry["shape"]), entry["dtype"]
+        if begin < 0 or any(size < 0 for size in shape):
+            raise ValueError("negative")
     except (TypeError, KeyError, ValueError) as error:
         raise ModelError(f"{file}: the header entry of {name} is damaged", _FETCH_AGAIN) from error
     if dtype not in DTYPES:

@@ -1,6 +1,7 @@
 """Bring the model to the run's folder, in Hugging Face's format."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from pippin import artifact
 from pippin.events import Event, Finished, Notice, Progress, Started
@@ -16,13 +17,11 @@ def fetch(job: Job) -> Iterator[Event]:
     found = locate(model, job.recipe.folder)
     total = count_pieces(found)
     yield Started(stage=STAGE, title=f"fetch {model.source}", total=total, unit="tensors")
-    scores: dict[str, object] = {"source": model.source, "kind": found.kind}
-    with artifact.writing(job.folder, job.origin, scores) as folder:
-        for done, name in enumerate(fetch_into(found, model, folder), 1):
+    summary: dict[str, Any] = {"source": model.source, "kind": found.kind}
+    with artifact.writing(job.folder, job.origin, summary) as folder:
+        for done, _ in enumerate(fetch_into(found, model, folder), 1):
             yield Progress(stage=STAGE, done=done, values={})
-            scores["pieces"] = done
-            scores["last"] = name
-        size = artifact.size(folder)
+        summary["size_bytes"] = artifact.size(folder)
     if found.kind in ("gguf", "builtin"):
         yield Notice(stage=STAGE, text="weights dequantized from GGUF to bfloat16")
-    yield Finished(stage=STAGE, folder=str(job.folder), summary={"size_bytes": size})
+    yield Finished(stage=STAGE, folder=str(job.folder), summary=summary)

@@ -99,6 +99,7 @@ def plan_merge(base: DenseView, adapter: Adapter) -> Plan:
         specs[names.HEAD], sources[names.HEAD] = specs[embedding], embedding
         config = untied(config)
         notices.append("the adapter changes one of a tied pair: embedding and head are now two")
+    _refuse_other_copies(base, adapter)
     deltas = {}
     for linear in adapter.linears:
         name = _find(linear, specs, adapter)
@@ -110,6 +111,18 @@ def plan_merge(base: DenseView, adapter: Adapter) -> Plan:
         config=with_dtype(config, _main_dtype(specs)),
         notices=tuple(notices),
     )
+
+
+def _refuse_other_copies(base: DenseView, adapter: Adapter) -> None:
+    for name, copy in adapter.copies.items():
+        source = name if name in base.tensors else _embedding(base)
+        if base.tensors[source].shape != copy.shape or not np.array_equal(
+            base.read(source).astype(np.float32), copy.astype(np.float32)
+        ):
+            raise ModelError(
+                f"the adapter brings a {name} of its own, which is not the base's",
+                "merge it with peft and start from the merged model",
+            )
 
 
 def _touches_tied_pair(adapter: Adapter) -> bool:

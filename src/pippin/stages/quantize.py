@@ -1,17 +1,10 @@
-"""Quantize a model, some rows of one tensor at a time, into MLX's affine layout.
-
-Shape letters: O output features, I input features.
-"""
+"""Quantize a model, some rows of one tensor at a time, into MLX's affine layout."""
 
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from pippin import artifact
 from pippin.errors import ModelError
@@ -19,55 +12,17 @@ from pippin.events import Event, Finished, Notice, Progress, Started
 from pippin.job import Job
 from pippin.model import names
 from pippin.model.config import ModelConfig, read_config, write_raw
-from pippin.model.quantized import bits_per_weight, dequantize, pack
+from pippin.model.quantized import bits_per_weight
 from pippin.model.source import copy_side_files
-from pippin.model.weights import Checkpoint, Writer, is_finite, row_chunks
-from pippin.quantizers import Codes, Grid, Quantizer, load_quantizer
+from pippin.model.weights import Checkpoint, Writer
+from pippin.quantizers import CALIBRATED
 from pippin.quantizers.choices import Choice, choose_all, layout_specs, quantized_config
 from pippin.recipe import Quantize
+from pippin.stages.calibration import MOMENT_BYTES, Calibration, calibrate, passes
+from pippin.stages.coding import Coder, Row
 
 STAGE = "quantize"
 REPORT = "quantize.json"
-# Small enough for a processor's cache: twice as fast as chunks of 32 MB.
-_CHUNK_BYTES = 2 << 20
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """One tensor in the report. Errors compare the weights before and after: relative is
-    ||W - W'|| / ||W||, max the largest of one weight."""
-
-    name: str
-    shape: tuple[int, ...]
-    scheme: str
-    bits: int
-    group_size: int = 0
-    relative_error: float = 0.0
-    max_error: float = 0.0
-    note: str = ""
-
-
-@dataclass(slots=True)
-class Error:
-    """Sums over the rows of a tensor."""
-
-    noise: float = 0.0
-    signal: float = 0.0
-    largest: float = 0.0
-
-    def add(self, weight_OI: NDArray[np.float32], codes: Codes) -> None:
-        """Count some rows."""
-        away = dequantize(codes.codes_OI, codes.scales_OG, codes.biases_OG).reshape(-1)
-        flat = weight_OI.reshape(-1)
-        away -= flat
-        self.noise += float(away @ away)
-        self.signal += float(flat @ flat)
-        self.largest = max(self.largest, float(away.max()), -float(away.min()))
-
-    @property
-    def relative(self) -> float:
-        """||W - W'|| / ||W||."""
-        return math.sqrt(self.noise / self.signal) if self.signal else 0.0
 
 
 def quantize(job: Job) -> Iterator[Event]:
@@ -80,7 +35,8 @@ def quantize(job: Job) -> Iterator[Event]:
     refuse_quantized(source, config)
     choices = choose_all(checkpoint, config, settings)
     yield Started(stage=STAGE, title=_title(settings), total=len(choices), unit="tensors")
-    for text in _notices(choices, checkpoint):
+    work = _plan(job, checkpoint, config, choices)
+    for text in (*_notices(choices, checkpoint), *work.notices):
         yield Notice(stage=STAGE, text=text)
     summary: dict[str, Any] = {}
     with artifact.writing(job.folder, job.origin, summary) as folder:
@@ -88,13 +44,50 @@ def quantize(job: Job) -> Iterator[Event]:
         copy_side_files(source, folder)
         rows: list[Row] = []
         with Writer(folder, layout_specs(checkpoint, choices)) as writer:
-            for row in _write_all(writer, checkpoint, choices, load_quantizer(settings.method)):
-                rows.append(row)
-                yield Progress(stage=STAGE, done=len(rows), values=_values(row))
-        summary |= _summary(folder, rows)
+            coder = Coder(checkpoint=checkpoint, writer=writer, method=settings.method)
+            for made in _write_all(coder, choices, work):
+                if isinstance(made, Notice):
+                    yield made
+                    continue
+                rows.append(made)
+                yield Progress(stage=STAGE, done=len(rows), values=_values(made))
+        rows.sort(key=lambda row: names.natural(row.name))
+        summary |= {**_summary(folder, rows), **work.summary}
         report = {**summary, "method": settings.method, "tensors": [asdict(row) for row in rows]}
         (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n")
     yield Finished(stage=STAGE, folder=str(job.folder), summary=summary)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Work:
+    """What is read for calibration: `parts` as `passes` gives them; nothing for other methods."""
+
+    calibration: Calibration | None = None
+    parts: tuple[dict[str, str], ...] = ()
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What was read."""
+        return self.calibration.notices if self.calibration else ()
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """What the manifest keeps; the seed is among the settings."""
+        if self.calibration is None:
+            return {}
+        return {
+            "calibration_rows": self.calibration.rows,
+            "calibration_tokens": self.calibration.tokens,
+        }
+
+
+def _plan(
+    job: Job, checkpoint: Checkpoint, config: ModelConfig, choices: dict[str, Choice]
+) -> _Work:
+    if job.recipe.quantize.method not in CALIBRATED:
+        return _Work()
+    parts = tuple(passes(checkpoint, choices, config, MOMENT_BYTES))
+    return _Work(calibration=calibrate(job) if parts else None, parts=parts)
 
 
 def refuse_quantized(folder: Path, config: ModelConfig) -> None:
@@ -105,67 +98,27 @@ def refuse_quantized(folder: Path, config: ModelConfig) -> None:
         )
 
 
-def _write_all(
-    writer: Writer, checkpoint: Checkpoint, choices: dict[str, Choice], quantizer: Quantizer
-) -> Iterator[Row]:
+def _write_all(coder: Coder, choices: dict[str, Choice], work: "_Work") -> Iterator[Row | Notice]:
+    """Every tensor; those without a Hessian first, the others layer by layer."""
+    asked = {name for part in work.parts for name in part}
     for name, choice in choices.items():
-        info = checkpoint.tensors[name]
-        if choice.grid is None:
-            _copy(writer, checkpoint, name)
-            bits = 8 * info.dtype.itemsize
-            yield Row(name=name, shape=info.shape, scheme="kept", bits=bits, note=choice.why)
-            continue
-        error = _write_codes(writer, checkpoint, name, choice.grid, quantizer)
-        scheme = "symmetric" if choice.grid.symmetric else "affine"
-        yield Row(
-            name=name,
-            shape=info.shape,
-            scheme=scheme + (" per channel" if choice.grid.per_channel else ""),
-            bits=choice.grid.bits,
-            group_size=choice.grid.group_size,
-            relative_error=error.relative,
-            max_error=error.largest,
-            note=choice.why,
-        )
+        if name not in asked:
+            yield coder.write(name, choice, None)
+    for part in work.parts:
+        assert work.calibration is not None
+        hessians = work.calibration.hessians(frozenset(part.values()))
+        by_tensor = {name: hessians.get(linear) for name, linear in part.items()}
+        hessians.clear()
+        unseen = [names.module(name) for name, hessian in by_tensor.items() if hessian is None]
+        if unseen:
+            yield Notice(stage=STAGE, text=_unseen(unseen, coder.method))
+        for name in part:  # a Hessian goes with the last tensor it is for
+            yield coder.write(name, choices[name], by_tensor.pop(name))
 
 
-def _copy(writer: Writer, checkpoint: Checkpoint, name: str) -> None:
-    info = checkpoint.tensors[name]
-    if not info.shape:
-        writer.write(name, checkpoint.read(name))
-        return
-    for start, stop in row_chunks(info, _CHUNK_BYTES):
-        rows = checkpoint.read_rows(name, start, stop)
-        _refuse_infinite(name, is_finite(rows))
-        writer.write_rows(name, start, rows)
-
-
-def _write_codes(
-    writer: Writer, checkpoint: Checkpoint, name: str, grid: Grid, quantizer: Quantizer
-) -> Error:
-    info, module, error = checkpoint.tensors[name], names.module(name), Error()
-    for start, stop in row_chunks(info, _CHUNK_BYTES):
-        stored = checkpoint.read_rows(name, start, stop)
-        _refuse_infinite(name, is_finite(stored))
-        weight_OI = stored.astype(np.float32, copy=False)
-        codes = quantizer.quantize(weight_OI, grid, info.dtype)
-        if not (is_finite(codes.scales_OG) and is_finite(codes.biases_OG)):
-            raise ModelError(
-                f"{name}: a group's scale or bias does not fit {info.dtype.name}",
-                f"quantize.keep = [{name!r}] leaves this tensor as it is",
-            )
-        error.add(weight_OI, codes)
-        writer.write_rows(name, start, pack(codes.codes_OI, grid.bits))
-        writer.write_rows(f"{module}.scales", start, codes.scales_OG)
-        writer.write_rows(f"{module}.biases", start, codes.biases_OG)
-    return error
-
-
-def _refuse_infinite(name: str, finite: bool) -> None:
-    if not finite:
-        raise ModelError(
-            f"{name} holds weights that are not finite", "the training diverged: train again"
-        )
+def _unseen(modules: list[str], method: str) -> str:
+    more = f" and {len(modules) - 1} more" if len(modules) > 1 else ""
+    return f"{modules[0]}{more}: no inputs seen, rounded with {CALIBRATED[method]}"
 
 
 def _notices(choices: dict[str, Choice], checkpoint: Checkpoint) -> Iterator[str]:
