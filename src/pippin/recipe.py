@@ -17,7 +17,7 @@ TooLong: TypeAlias = Literal["error", "cut", "drop"]
 TrainOn: TypeAlias = Literal["assistant", "last", "all"]
 Method: TypeAlias = Literal["lora", "full"]
 Schedule: TypeAlias = Literal["cosine", "linear", "constant"]
-QuantizerName: TypeAlias = Literal["rtn"]
+QuantizerName: TypeAlias = Literal["best", "gptq", "mse", "rtn"]
 Scheme: TypeAlias = Literal["symmetric", "affine"]
 TargetName: TypeAlias = Literal["executorch"]
 
@@ -118,7 +118,11 @@ class Train:
 class Quantize:
     """How weights become small."""
 
-    method: QuantizerName = key("rtn", "how codes are chosen")
+    method: QuantizerName = key(
+        "rtn",
+        "how codes are chosen: nearest on a plain grid (rtn) or a searched one (mse), or so that "
+        "they keep the outputs on training rows (gptq, best)",
+    )
     bits: Literal[2, 3, 4, 5, 6, 8] = key(4, "bits of a linear's codes")
     group_size: Literal[0, 32, 64, 128] = key(64, "weights that share a scale; 0 is per channel")
     scheme: Scheme = key("affine", "symmetric codes around zero, or affine from minimum to maximum")
@@ -126,6 +130,7 @@ class Quantize:
     embed_group_size: Literal[0, 32, 64, 128] = key(64, "group size of embedding and head")
     embed_scheme: Scheme = key("affine", "scheme of embedding and head")
     keep: tuple[str, ...] = key((), "`*` patterns of tensors left in their own dtype")
+    calibration_tokens: int = key(8192, "tokens of training rows that gptq and best read")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -59,6 +59,7 @@ LIMITS = {
     "lora.alpha": POSITIVE,
     "lora.dropout": BETA,
     "lora.rank": COUNT,
+    "quantize.calibration_tokens": COUNT,
     "seed": Range(at_least=0, below=2**32),
     "train.accumulate": COUNT,
     "train.batch_rows": COUNT,

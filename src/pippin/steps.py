@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pippin.model.source import locate
+from pippin.quantizers import CALIBRATED
 from pippin.recipe import Recipe
 
 # Keys that never change what a stage makes: how often work is saved, how memory is spared, when to
@@ -98,8 +99,7 @@ def _steps(recipe: Recipe, run: Path, model: Path) -> Iterator[Step]:
         yield _step("merge", "merge the adapter into the model", run, tuned, {})
         yield _evaluate(recipe, run, "merged", {"model": merged, **_parent(run, "adapter")})
     parent = "merged" if recipe.train.method == "lora" else "adapter"
-    slice_ = settings(recipe, "quantize")
-    yield _step("quantize", _quantize_title(recipe), run, {"model": merged}, slice_)
+    yield _quantize(recipe, run, merged)
     inputs = {"model": run / "quantize", **_parent(run, parent)}
     yield _evaluate(recipe, run, "quantized", inputs)
     for target in recipe.deploy.targets:
@@ -143,6 +143,25 @@ def _evaluate(recipe: Recipe, run: Path, subject: str, inputs: dict[str, Path]) 
 
 def _parent(run: Path, subject: str) -> dict[str, Path]:
     return {"parent": run / f"evaluate-{subject}", "tuned": run / "evaluate-adapter"}
+
+
+def _quantize(recipe: Recipe, run: Path, merged: Path) -> Step:
+    """A calibrated method reads training rows with the model; the others read weights alone."""
+    calibrated = recipe.quantize.method in CALIBRATED
+    if calibrated:
+        slice_ = {"seed": recipe.seed, **settings(recipe, "model", "data", "quantize")}
+    else:
+        slice_ = settings(recipe, "quantize")
+        del slice_["quantize.calibration_tokens"]
+    return Step(
+        name="quantize",
+        stage="quantize",
+        title=_quantize_title(recipe),
+        folder=run / "quantize",
+        inputs={"model": merged},
+        settings=slice_,
+        reads_data=calibrated,
+    )
 
 
 def _quantize_title(recipe: Recipe) -> str:

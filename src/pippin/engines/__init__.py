@@ -4,7 +4,7 @@ Shape letters: B batch, T tokens, K kept tokens of a distribution, D features.
 """
 
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, cast
@@ -108,8 +108,14 @@ class Trainer(Protocol):
 class Model(Scorer, Protocol):
     """A loaded checkpoint."""
 
-    def input_moments(self, batches: Sequence[Batch]) -> dict[str, NDArray[np.float32]]:
-        """X^T X of every linear's inputs over the batches' real tokens, (D, D) float32, by name."""
+    def input_moments(
+        self, batches: Sequence[Batch], names: Collection[str] | None = None
+    ) -> dict[str, NDArray[np.float32]]:
+        """X^T X of every linear's inputs over the batches' real tokens, (D, D) float32, by name.
+
+        `names` asks for those linears alone; one the model lacks is left out. Linears that read the
+        same inputs get the same array.
+        """
         ...
 
     def trainer(self, train: Train, lora: Lora | None, weights: Weights, seed: int) -> Trainer:

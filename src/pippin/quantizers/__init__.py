@@ -5,14 +5,22 @@ Shape letters: O output features, I input features, G groups.
 
 import importlib
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+if TYPE_CHECKING:
+    from pippin.quantizers.hessian import Hessian
+
 QUANTIZERS = {
+    "best": "pippin.quantizers.best",
+    "gptq": "pippin.quantizers.gptq",
+    "mse": "pippin.quantizers.mse",
     "rtn": "pippin.quantizers.rtn",
 }
+# Those that need a Hessian of the inputs, and what rounds a tensor that has none.
+CALIBRATED = {"best": "mse", "gptq": "rtn"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,8 +45,17 @@ class Codes:
 class Quantizer(Protocol):
     """One method."""
 
-    def quantize(self, weight_OI: NDArray[Any], grid: Grid, dtype: np.dtype[Any]) -> Codes:
-        """Codes for some rows of a weight, scales and biases rounded to `dtype` before rounding."""
+    def quantize(
+        self,
+        weight_OI: NDArray[Any],
+        grid: Grid,
+        dtype: np.dtype[Any],
+        hessian: "Hessian | None" = None,
+    ) -> Codes:
+        """Codes for some rows of a weight, scales and biases rounded to `dtype` before rounding.
+
+        `hessian` of the weight's inputs is for the methods in CALIBRATED, which need it.
+        """
         ...
 
 

@@ -3,7 +3,7 @@
 Shape letters: B rows, T tokens, K kept tokens of a distribution.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -76,13 +76,18 @@ class TorchModel:
         """Each step's token of every prompt; None for a row that has ended."""
         return generate(self.network, prompts, sampling)
 
-    def input_moments(self, batches: Sequence[Batch]) -> dict[str, NDArray[np.float32]]:
-        """X^T X of every linear's inputs over the batches' real tokens, (D, D) float32, by name."""
+    def input_moments(
+        self, batches: Sequence[Batch], names: Collection[str] | None = None
+    ) -> dict[str, NDArray[np.float32]]:
+        """X^T X of every linear's inputs over the batches' real tokens, (D, D) float32, by name.
+
+        `names` asks for those linears alone. Linears that read the same inputs get the same array.
+        """
         own = self.network.config._attn_implementation
         layout = find_ability(self.network).layout
         try:
             rows = [layout(batch, self.network.device) for batch in batches]
-            return input_moments(self.network, rows)
+            return input_moments(self.network, rows, names)
         finally:
             self.network.set_attn_implementation(own)
 

@@ -3,7 +3,7 @@
 Shape letters: B rows, T tokens, N real tokens, D features.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,11 +44,18 @@ class _Collector:
 
 @torch.inference_mode()
 def input_moments(
-    network: PreTrainedModel, batches: Sequence[Rows]
+    network: PreTrainedModel, batches: Sequence[Rows], names: Collection[str] | None = None
 ) -> dict[str, NDArray[np.float32]]:
-    """By linear's name, the head included: (D, D) float32 over the batches' real tokens."""
+    """By linear's name, the head included: (D, D) float32 over the batches' real tokens.
+
+    With `names`, of those linears alone.
+    """
     collector = _Collector()
-    linears = {n: m for n, m in network.named_modules() if isinstance(m, nn.Linear | LoraLinear)}
+    linears = {
+        n: m
+        for n, m in network.named_modules()
+        if isinstance(m, nn.Linear | LoraLinear) and (names is None or n in names)
+    }
     handles = [m.register_forward_pre_hook(collector.hook(n)) for n, m in linears.items()]
     head = next((n for n, m in linears.items() if m is network.get_output_embeddings()), None)
     try:

@@ -1,0 +1,77 @@
+"""X^T X of a linear's inputs, made ready once for every linear that reads them.
+
+An error E of the weights moves the outputs by X E^T, so E X^T X E^T is what rounding should keep
+small. A share of the mean diagonal is added to every diagonal element (damping): inputs that were
+never seen still weigh something, and the matrix can be factored.
+
+Shape letters: O output features, I input features.
+"""
+
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+DAMPING = 0.01
+
+
+class Hessian:
+    """X^T X scaled to a mean diagonal of one and damped. What is derived from it is kept."""
+
+    def __init__(self, moment_II: NDArray[np.float32], damping: float = DAMPING) -> None:
+        """`moment_II` (I, I) is finite and symmetric; all zero (no input seen) counts as identity.
+
+        `mean` is its mean diagonal, `matrix_II` (I, I) float32 what it became.
+        """
+        self.mean = float(np.trace(moment_II, dtype=np.float64)) / len(moment_II)
+        self.damping = damping if self.mean > 0 else 1.0
+        self.matrix_II = moment_II / np.float32(self.mean if self.mean > 0 else 1.0)
+        self.matrix_II[np.diag_indices_from(self.matrix_II)] += np.float32(self.damping)
+
+    @cached_property
+    def importance(self) -> NDArray[np.float32]:
+        """(I,) What an input weighs by itself: the diagonal, never zero."""
+        return np.diagonal(self.matrix_II).astype(np.float32)
+
+    @cached_property
+    def order(self) -> NDArray[np.intp]:
+        """(I,) Inputs, the weightiest first: what is rounded early can still be made up for."""
+        return np.argsort(-self.importance, kind="stable")
+
+    @cached_property
+    def feedback(self) -> NDArray[np.float32]:
+        """(I, I) Row i: how much of the errors of inputs before i (in `order`) input i takes up.
+
+        With H = R R^T, R upper triangular, that is R[:i, i] / R[i, i]. GPTQ takes the same factors
+        from the inverse of H (QuIP, https://arxiv.org/abs/2307.13304, theorem 6); this way around
+        nothing is inverted.
+        """
+        turned = self.order[::-1]
+        matrix_II = self.matrix_II[np.ix_(turned, turned)]
+        lower_II = _cholesky(matrix_II)
+        factor_II = lower_II[::-1, ::-1]
+        feedback_II = (factor_II / factor_II.diagonal()).T
+        return np.ascontiguousarray(feedback_II.astype(np.float32))
+
+    @cached_property
+    def pull(self) -> NDArray[np.float32]:
+        """(I, I) Row i, in `order`: what input i should take up of every input's error."""
+        ordered_II = self.matrix_II[np.ix_(self.order, self.order)]
+        return (ordered_II / np.diagonal(ordered_II)[:, None]).astype(np.float32, copy=False)
+
+    def output_error(self, error_OI: NDArray[np.float32]) -> float:
+        """||X E^T||^2 over the inputs seen, without the damping, in the moment's own units."""
+        moved_OI = error_OI @ self.matrix_II
+        moved_OI -= np.float32(self.damping) * error_OI
+        return self.mean * float(np.einsum("oi,oi->", moved_OI, error_OI, dtype=np.float64))
+
+
+def _cholesky(matrix_II: NDArray[Any]) -> NDArray[np.float64]:
+    """More damping where rounding of the moments left a negative eigenvalue."""
+    matrix_II, extra = matrix_II.astype(np.float64), 0.0
+    while True:
+        try:
+            return np.linalg.cholesky(matrix_II + extra * np.eye(len(matrix_II)))
+        except np.linalg.LinAlgError:
+            extra = max(10 * extra, DAMPING)

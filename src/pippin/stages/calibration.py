@@ -1,0 +1,138 @@
+"""What calibrated quantizers know of a model: Hessians over training rows, a few layers at a time.
+
+Shape letters: I input features.
+"""
+
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from pippin.data.batches import Batch, Sample, single_batches
+from pippin.data.chat import tokenize
+from pippin.data.dataset import load_split
+from pippin.engines import Model
+from pippin.errors import DataError, ModelError
+from pippin.job import Job
+from pippin.model import names
+from pippin.model.config import ModelConfig
+from pippin.model.tokenizer import load_tokenizer
+from pippin.model.weights import Checkpoint
+from pippin.quantizers.choices import Choice
+from pippin.quantizers.hessian import Hessian
+from pippin.stages.loading import open_engine
+
+# Moments held at once. A model with more is read in several passes over the same rows.
+MOMENT_BYTES = 2 << 30
+# Tokens of one forward pass, padding included.
+_BATCH_TOKENS = 2048
+# From this many bits on, an embedding or a head loses next to nothing by plain rounding.
+_PLAIN_BITS = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Calibration:
+    """A loaded model, the rows it reads, and how many tokens they have."""
+
+    model: Model
+    batches: list[Batch]
+    rows: int
+    tokens: int
+    notices: tuple[str, ...]
+
+    def hessians(self, linears: Collection[str]) -> dict[str, Hessian]:
+        """By linear, those the model has; linears that read the same inputs share one.
+
+        Raises ModelError where inputs are not finite.
+        """
+        moments = self.model.input_moments(self.batches, linears) if linears else {}
+        made: dict[int, Hessian] = {}
+        for name, moment_II in moments.items():
+            if id(moment_II) not in made:
+                if not np.isfinite(moment_II).all():
+                    raise ModelError(
+                        f"the inputs of {name} are not finite on the calibration rows",
+                        'set model.dtype = "float32", or check the weights',
+                    )
+                made[id(moment_II)] = Hessian(moment_II)
+        return {name: made[id(moment_II)] for name, moment_II in moments.items()}
+
+
+def calibrate(job: Job) -> Calibration:
+    """Load the model that is quantized and draw rows for it from the training split.
+
+    Raises DataError where there is none.
+    """
+    recipe, folder = job.recipe, job.inputs["model"]
+    rows = load_split(recipe.data, recipe.folder, "train")
+    tokenized = tokenize(rows, load_tokenizer(folder), recipe.data)
+    if not tokenized.samples:
+        raise DataError(
+            f"none of the {len(rows)} training rows can be read for calibration",
+            'quantize.method = "mse" does without',
+        )
+    samples = draw(tokenized.samples, recipe.quantize.calibration_tokens, recipe.seed)
+    tokens = sum(len(sample.tokens) for sample in samples)
+    longest = max(len(sample.tokens) for sample in samples)
+    engine = open_engine(recipe.model.engine, recipe.model.device)
+    return Calibration(
+        model=engine.load(folder, recipe.model.dtype),
+        batches=single_batches(samples, max(1, _BATCH_TOKENS // longest)),
+        rows=len(samples),
+        tokens=tokens,
+        notices=_notices(samples, tokens, recipe.quantize.calibration_tokens),
+    )
+
+
+def draw(samples: list[Sample], tokens: int, seed: int) -> list[Sample]:
+    """Samples in an order that follows from the seed, until they have so many tokens."""
+    drawn, used = [], 0
+    for index in np.random.default_rng(seed).permutation(len(samples)):
+        if used >= tokens:
+            break
+        drawn.append(samples[index])
+        used += len(samples[index].tokens)
+    return drawn
+
+
+def _notices(samples: list[Sample], tokens: int, wanted: int) -> tuple[str, ...]:
+    text = f"calibrated on {tokens:,} tokens of {len(samples):,} training rows"
+    if tokens < wanted:
+        return (f"{text}, all there are; quantize.calibration_tokens asks for {wanted:,}",)
+    return (text,)
+
+
+def passes(
+    checkpoint: Checkpoint, choices: dict[str, Choice], config: ModelConfig, budget: int
+) -> Iterator[dict[str, str]]:
+    """Linear by the tensor that is rounded under its inputs, as many as the budget holds.
+
+    At least one tensor each; the moments of a pass have `budget` bytes at most, or one's own.
+    """
+    held, part = 0, dict[str, str]()
+    for name in sorted(choices, key=names.natural):
+        linear = _linear(name, choices[name], config)
+        if linear is None:
+            continue
+        size = 4 * math.prod(checkpoint.tensors[name].shape[1:]) ** 2
+        if part and held + size > budget:
+            yield part
+            held, part = 0, {}
+        part[name] = linear
+        held += size
+    if part:
+        yield part
+
+
+def _linear(name: str, choice: Choice, config: ModelConfig) -> str | None:
+    """The linear whose inputs a tensor is rounded under; None where it is rounded without."""
+    module = names.module(name)
+    if choice.grid is None:
+        return None
+    if names.is_embedding(module) or names.is_head(module):
+        if choice.grid.bits >= _PLAIN_BITS:
+            return None
+        if names.is_embedding(module):
+            return names.module(names.HEAD) if config.tied_embeddings else None
+    return module

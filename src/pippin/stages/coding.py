@@ -1,0 +1,178 @@
+"""One tensor becomes codes, some rows at a time, and a row in the report.
+
+Shape letters: O output features, I input features.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pippin.errors import ModelError
+from pippin.model import names
+from pippin.model.quantized import dequantize, pack
+from pippin.model.weights import Checkpoint, Writer, is_finite, row_chunks
+from pippin.quantizers import CALIBRATED, Codes, Grid, Quantizer, load_quantizer
+from pippin.quantizers.choices import Choice
+from pippin.quantizers.hessian import Hessian
+
+# Small enough for a processor's cache: twice as fast as chunks of 32 MB.
+_CHUNK_BYTES = 2 << 20
+# Rounding under a Hessian goes through all inputs for every chunk: fewer, larger ones.
+_CALIBRATED_CHUNK_BYTES = 32 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One tensor in the report. Errors compare the weights before and after: relative is
+    ||W - W'|| / ||W||, max the largest of one weight. Where the inputs X were seen, output is
+    ||X (W - W')^T|| / ||X W^T||, and output_error_rtn the same of plain rounding on this grid."""
+
+    name: str
+    shape: tuple[int, ...]
+    scheme: str
+    bits: int
+    method: str = ""
+    group_size: int = 0
+    relative_error: float = 0.0
+    max_error: float = 0.0
+    output_error: float | None = None
+    output_error_rtn: float | None = None
+    note: str = ""
+
+
+@dataclass(slots=True)
+class Error:
+    """Sums over the rows of a tensor; those of the outputs where a Hessian is given."""
+
+    hessian: Hessian | None = None
+    noise: float = 0.0
+    signal: float = 0.0
+    largest: float = 0.0
+    outputs: float = 0.0
+    moved: float = 0.0
+    moved_rtn: float = 0.0
+
+    def add(self, weight_OI: NDArray[np.float32], codes: Codes) -> None:
+        """Count some rows."""
+        away_OI = _away(weight_OI, codes)
+        away, flat = away_OI.reshape(-1), weight_OI.reshape(-1)
+        self.noise += float(away @ away)
+        self.signal += float(flat @ flat)
+        self.largest = max(self.largest, float(away.max()), -float(away.min()))
+        if self.hessian is not None:
+            self.outputs += self.hessian.output_error(weight_OI)
+            self.moved += self.hessian.output_error(away_OI)
+
+    def compare(self, weight_OI: NDArray[np.float32], plain: Codes) -> None:
+        """Count the same rows as plain rounding leaves them."""
+        assert self.hessian is not None
+        self.moved_rtn += self.hessian.output_error(_away(weight_OI, plain))
+
+    @property
+    def relative(self) -> float:
+        """||W - W'|| / ||W||."""
+        return _ratio(self.noise, self.signal)
+
+    @property
+    def output(self) -> float | None:
+        """||X (W - W')^T|| / ||X W^T||."""
+        return _ratio(self.moved, self.outputs) if self.hessian else None
+
+    @property
+    def output_rtn(self) -> float | None:
+        """The same for plain rounding."""
+        return _ratio(self.moved_rtn, self.outputs) if self.hessian else None
+
+
+def _away(weight_OI: NDArray[np.float32], codes: Codes) -> NDArray[np.float32]:
+    away_OI = dequantize(codes.codes_OI, codes.scales_OG, codes.biases_OG)
+    away_OI -= weight_OI
+    return away_OI
+
+
+def _ratio(noise: float, signal: float) -> float:
+    return math.sqrt(max(noise, 0.0) / signal) if signal > 0 else 0.0
+
+
+@dataclass(kw_only=True)
+class Coder:
+    """Writes every tensor of a checkpoint as its choice says, by one method."""
+
+    checkpoint: Checkpoint
+    writer: Writer
+    method: str
+    quantizers: dict[str, Quantizer] = field(default_factory=dict)
+
+    def write(self, name: str, choice: Choice, hessian: Hessian | None) -> Row:
+        """Copy or quantize one tensor. Raises ModelError for weights that are not finite."""
+        info = self.checkpoint.tensors[name]
+        if choice.grid is None:
+            self._copy(name)
+            bits = 8 * info.dtype.itemsize
+            return Row(name=name, shape=info.shape, scheme="kept", bits=bits, note=choice.why)
+        method = self.method if hessian else CALIBRATED.get(self.method, self.method)
+        error = Error(hessian)
+        self._write_codes(name, choice.grid, method, error)
+        scheme = "symmetric" if choice.grid.symmetric else "affine"
+        return Row(
+            name=name,
+            shape=info.shape,
+            scheme=scheme + (" per channel" if choice.grid.per_channel else ""),
+            bits=choice.grid.bits,
+            method=method,
+            group_size=choice.grid.group_size,
+            relative_error=error.relative,
+            max_error=error.largest,
+            output_error=error.output,
+            output_error_rtn=error.output_rtn,
+            note=choice.why,
+        )
+
+    def _copy(self, name: str) -> None:
+        info = self.checkpoint.tensors[name]
+        if not info.shape:
+            self.writer.write(name, self.checkpoint.read(name))
+            return
+        for start, stop in row_chunks(info, _CHUNK_BYTES):
+            rows = self.checkpoint.read_rows(name, start, stop)
+            _refuse_infinite(name, is_finite(rows))
+            self.writer.write_rows(name, start, rows)
+
+    def _write_codes(self, name: str, grid: Grid, method: str, error: Error) -> None:
+        info, module = self.checkpoint.tensors[name], names.module(name)
+        size = _CALIBRATED_CHUNK_BYTES if error.hessian else _CHUNK_BYTES
+        for start, stop in row_chunks(info, size):
+            stored = self.checkpoint.read_rows(name, start, stop)
+            _refuse_infinite(name, is_finite(stored))
+            weight_OI = stored.astype(np.float32, copy=False)
+            codes = self._quantizer(method).quantize(weight_OI, grid, info.dtype, error.hessian)
+            _refuse_overflow(name, codes)
+            error.add(weight_OI, codes)
+            if error.hessian:
+                plain = self._quantizer("rtn").quantize(weight_OI, grid, info.dtype)
+                error.compare(weight_OI, plain)
+            self.writer.write_rows(name, start, pack(codes.codes_OI, grid.bits))
+            self.writer.write_rows(f"{module}.scales", start, codes.scales_OG)
+            self.writer.write_rows(f"{module}.biases", start, codes.biases_OG)
+
+    def _quantizer(self, method: str) -> Quantizer:
+        if method not in self.quantizers:
+            self.quantizers[method] = load_quantizer(method)
+        return self.quantizers[method]
+
+
+def _refuse_infinite(name: str, finite: bool) -> None:
+    if not finite:
+        raise ModelError(
+            f"{name} holds weights that are not finite", "the training diverged: train again"
+        )
+
+
+def _refuse_overflow(name: str, codes: Codes) -> None:
+    if not (is_finite(codes.scales_OG) and is_finite(codes.biases_OG)):
+        raise ModelError(
+            f"{name}: a group's scale or bias does not fit {codes.scales_OG.dtype.name}",
+            f"quantize.keep = [{name!r}] leaves this tensor as it is",
+        )
