@@ -310,3 +310,34 @@ def test_memory_is_one_tensor_not_one_model(large: Path, tmp_path: Path, stage: 
     )
     assert int(done.stdout) < tensor + delta + adapter
     shutil.rmtree(tmp_path / "out")
+
+
+@pytest.mark.torch
+def test_quantized_base_becomes_dense(tiny: Tiny, tmp_path: Path) -> None:
+    """Merged into the weights as the training saw them, and not rounded to the grid again."""
+    from pippin.model.quantized import dense_tensors
+    from pippin.recipe import Quantize
+    from pippin.stages.quantize import quantize
+
+    recipe = Recipe(
+        model=Model(source="x"), data=Data(source="x"), quantize=Quantize(group_size=32)
+    )
+    origin = Origin(stage="quantize", inputs={}, settings={}, versions={})
+    base, inputs = tmp_path / "base", {"model": tiny("llama")}
+    job = Job(stage="quantize", recipe=recipe, inputs=inputs, folder=base, origin=origin)
+    list(quantize(job))
+    lora = Lora(rank=2, targets=("q_proj",))
+    adapter = _random_adapter(base, tmp_path / "adapter", lora)
+    events = _merge(base, adapter, tmp_path / "merge")
+    assert any("quantized" in event.text for event in events if isinstance(event, Notice))
+    pairs = load_file(adapter / "adapter_model.safetensors")
+    merged = Checkpoint(tmp_path / "merge")
+    for name, tensor in dense_tensors(base):
+        want = tensor.astype(np.float64)
+        if "q_proj" in name:
+            linear = f"base_model.model.{name.removesuffix('.weight')}"
+            a, b = (pairs[f"{linear}.lora_{part}.weight"] for part in "AB")
+            want = want + lora.scale * (b.astype(np.float64) @ a)
+        np.testing.assert_allclose(merged.read(name), want, rtol=1e-5, atol=1e-6)
+    assert "quantization" not in json.loads((tmp_path / "merge" / "config.json").read_text())
+    assert _logits(_network(tmp_path / "merge")).shape == (1, 8, 97)
