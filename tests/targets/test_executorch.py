@@ -111,6 +111,19 @@ def test_drawn_tokens_follow_the_seed(model):
     assert draw(1) == draw(1) != draw(2)
 
 
+def test_one_changed_scale_is_found_in_the_file(bundle, quantized):
+    from pippin.targets.executorch.decoder import Weights
+    from pippin.targets.executorch.folder import Folder
+    from pippin.targets.executorch.stored import require_stored
+
+    weights = Weights(Folder(quantized()), CONTEXT)
+    # Fourteen linears and the head, codes and scales each.
+    assert require_stored(bundle / "model.pte", weights) == 15 * 2
+    weights.layers[1].attention.q_proj.scales[3, 0] *= 1.125
+    with pytest.raises(PippinError, match=r"q_proj\.scales .*1 of 30"):
+        require_stored(bundle / "model.pte", weights)
+
+
 def test_another_tokenizer_is_refused(bundle, tmp_path):
     import shutil
 

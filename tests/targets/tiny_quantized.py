@@ -62,15 +62,23 @@ def usual(module: str) -> Grid | None:
 
 def write_folder(folder: Path, kind: str = "llama", choose: Choose = usual) -> Path:
     """A quantized folder of a kind; `choose` gives each matrix its grid, None leaves it dense."""
+    config, state = _network(kind)
+    write_quantized(folder, config, state, choose)
+    _write_tokenizer(folder)
+    return folder
+
+
+def write_quantized(
+    folder: Path, config: dict[str, Any], state: dict[str, Any], choose: Choose
+) -> None:
+    """config.json and model.safetensors of dense weights, rounded to nearest."""
     from safetensors.numpy import save_file
 
-    config, state = _network(kind)
     quantization: dict[str, Any] = {"group_size": 32, "bits": 4}
     tensors: dict[str, Any] = {}
     for name, value in state.items():
-        module, grid = name.removesuffix(".weight"), None
-        if value.ndim == 2:
-            grid = choose(module)
+        module = name.removesuffix(".weight")
+        grid = choose(module) if value.ndim == 2 else None
         if grid is None:
             tensors[name] = value
             continue
@@ -79,8 +87,6 @@ def write_folder(folder: Path, kind: str = "llama", choose: Choose = usual) -> P
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     text = json.dumps({**config, "quantization": quantization})
     (folder / "config.json").write_text(text)
-    _write_tokenizer(folder)
-    return folder
 
 
 def _network(kind: str) -> tuple[dict[str, Any], dict[str, Any]]:

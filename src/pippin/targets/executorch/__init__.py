@@ -8,6 +8,7 @@ lowering.py     export, delegation, serialization
 delegation.py   what runs in XNNPACK
 runtime.py      the .pte as a Scorer
 check.py        the .pte against eager torch
+stored.py       the codes in the .pte against the folder's
 writing.py      the bundle
 guide.py        the bundle's README
 """

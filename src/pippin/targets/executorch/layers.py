@@ -51,6 +51,7 @@ class QuantizedLinear(nn.Module):
 
     def __init__(self, codes_OD: Tensor, scales_OG: Tensor, bits: int, bias_O: Tensor | None):
         super().__init__()
+        self.bits = bits
         self.group_size = codes_OD.shape[1] // scales_OG.shape[1]
         self.range = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
         self.register_buffer("codes", codes_OD)

@@ -21,6 +21,7 @@ from pippin.targets.executorch.delegation import Delegation, read_delegation
 from pippin.targets.executorch.folder import Folder
 from pippin.targets.executorch.guide import guide
 from pippin.targets.executorch.runtime import PteModel
+from pippin.targets.executorch.stored import require_stored
 from pippin.versions import versions
 
 DESCRIPTION, PROGRAM, GUIDE = "deploy.json", "model.pte", "README.md"
@@ -57,12 +58,13 @@ def write(bundle: Bundle) -> Iterator[Event]:
     del edge
     _copy_side_files(bundle)
     yield _progress(3, started)
+    stored = require_stored(bundle.folder / PROGRAM, weights)
     prompts, notices = _prompts(tokenizer, context)
     yield from notices
     model = PteModel(bundle.folder / PROGRAM, context)
     figures = check.check(model, weights, prompts)
     yield Metric(stage="deploy", step=0, values={k: float(v) for k, v in asdict(figures).items()})
-    description = _describe(bundle, tokenizer, delegation, figures)
+    description = _describe(bundle, tokenizer, delegation, figures) | {"stored": stored}
     _write_json(bundle.folder / DESCRIPTION, description)
     (bundle.folder / GUIDE).write_text(guide(description))
     yield _progress(4, started)
