@@ -149,7 +149,10 @@ def encode_header(infos: Mapping[str, Shaped]) -> bytes:
 
 
 def file_order(infos: Mapping[str, Shaped]) -> list[str]:
-    # Widest dtypes first keep every tensor aligned; this is also the order of the format's writer.
+    """Names in the order of the format's own writer: widest dtype first, then by name.
+
+    Widest first keeps every tensor aligned.
+    """
     return sorted(infos, key=lambda name: (-_RANK[infos[name].dtype], name))
 
 

@@ -4,6 +4,7 @@ constraint.py   what the target can hold, asked before any work
 folder.py       a quantized folder as exact codes and scales
 layers.py       linears, embeddings, norms and rotations in forms that XNNPACK takes
 decoder.py      the model as an exportable module
+native_log.py   what of the runtime's log is not worth a line
 lowering.py     export, delegation, serialization
 delegation.py   what runs in XNNPACK
 runtime.py      the .pte as a Scorer
@@ -22,6 +23,7 @@ from pippin.model.config import read_config
 from pippin.recipe import Quantize
 from pippin.targets import Bundle
 from pippin.targets.executorch.constraint import Refusal, refuse_model, refuse_quantize
+from pippin.targets.executorch.native_log import without_harmless_lines
 
 
 class ExecuTorch:
@@ -35,13 +37,15 @@ class ExecuTorch:
 
     def write(self, bundle: Bundle) -> Iterator[Event]:
         """Make, describe and check the bundle. Raises what writing.write raises."""
-        from pippin.targets.executorch import writing
+        with without_harmless_lines():
+            from pippin.targets.executorch import writing
 
         yield from writing.write(bundle)
 
     def load(self, folder: Path) -> Scorer:
         """The .pte in ExecuTorch's runtime. Raises ModelError for an incomplete bundle."""
-        from pippin.targets.executorch import writing
+        with without_harmless_lines():
+            from pippin.targets.executorch import writing
 
         return writing.load(folder)
 

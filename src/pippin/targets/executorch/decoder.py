@@ -133,6 +133,9 @@ class Layer(nn.Module):
 class Weights(nn.Module):
     """Everything a decoder reads and never writes; several programs share one."""
 
+    cos: Tensor
+    sin: Tensor
+
     def __init__(self, folder: Folder, context: int):
         super().__init__()
         self.shape = read_shape(folder.config, context)

@@ -62,14 +62,19 @@ def _macs(node: torch.fx.Node) -> int:
         return 0
     name = _name(node)
     if _LINEAR in name:
-        heads = _rows_of_a_token(node.args[0])
-        return heads * math.prod(node.args[1].meta["val"].shape)
+        return _rows_of_a_token(node) * math.prod(_shape(node, 1))
     if _ATTENTION in name:
-        query, keys = node.args[0].meta["val"].shape, node.args[1].meta["val"].shape
+        query, keys = _shape(node, 0), _shape(node, 1)
         return 2 * keys[1] * query[2] * query[3]
     return 0
 
 
 def _rows_of_a_token(node: torch.fx.Node) -> int:
-    shape = node.meta["val"].shape
+    shape = _shape(node, 0)
     return int(shape[2]) if len(shape) == 4 else 1
+
+
+def _shape(node: torch.fx.Node, argument: int) -> torch.Size:
+    source = node.args[argument]
+    assert isinstance(source, torch.fx.Node)
+    return source.meta["val"].shape

@@ -48,6 +48,10 @@ class QuantizedLinear(nn.Module):
     """A linear over int4 codes in groups or int8 codes per channel; its input is fake-quantized."""
 
     quantized = True
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor
+    bias: Tensor | None
 
     def __init__(self, codes_OD: Tensor, scales_OG: Tensor, bits: int, bias_O: Tensor | None):
         super().__init__()
@@ -77,6 +81,8 @@ class PlainLinear(nn.Module):
     """A linear that was left unquantized: float32 in XNNPACK."""
 
     quantized = False
+    weight: Tensor
+    bias: Tensor | None
 
     def __init__(self, weight_OD: Tensor, bias_O: Tensor | None):
         super().__init__()
@@ -90,6 +96,9 @@ class PlainLinear(nn.Module):
 
 class QuantizedEmbedding(nn.Module):
     """A table of int8 or packed int4 codes, looked up and scaled by ExecuTorch's own operator."""
+
+    codes: Tensor
+    scales: Tensor
 
     def __init__(self, codes_VD: Tensor, scales_VG: Tensor, bits: int):
         super().__init__()
@@ -108,6 +117,8 @@ class QuantizedEmbedding(nn.Module):
 class PlainEmbedding(nn.Module):
     """A table that was left unquantized."""
 
+    weight: Tensor
+
     def __init__(self, weight_VD: Tensor):
         super().__init__()
         self.register_buffer("weight", weight_VD)
@@ -119,6 +130,9 @@ class PlainEmbedding(nn.Module):
 
 class RMSNorm(nn.Module):
     """x / rms(x) * weight; XNNPACK has no mean over the last axis, so a linear of 1/D takes it."""
+
+    weight: Tensor
+    averaging: Tensor
 
     def __init__(self, weight_D: Tensor, eps: float):
         super().__init__()
@@ -138,6 +152,8 @@ class Rotation(nn.Module):
 
     A slice of a tensor whose length is dynamic would leave XNNPACK twice for every head.
     """
+
+    rotate_half: Tensor
 
     def __init__(self, head_dim: int):
         super().__init__()

@@ -2,8 +2,9 @@
 
 import contextlib
 import copy
+import importlib
 import types
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Generator, Iterable
 from typing import Any
 
 import torch
@@ -46,19 +47,19 @@ class LevelPartitioner(XnnpackPartitioner):
         operators, _ = super().ops_to_not_decompose(ep)
         return operators, None
 
-    def generate_partitions(self, exported_program: Any) -> list[Partition]:
+    def generate_partitions(self, ep: Any) -> list[Partition]:
         """One partition a level, with the constants that only it reads."""
-        groups = self.get_matched_nodes_from_configs(exported_program)
+        groups = self.get_matched_nodes_from_configs(ep)
         taken = {node for group in groups for node in group if node.op == "call_function"}
-        nodes = exported_program.graph.nodes
-        constants = {node for node in nodes if is_constant_data(exported_program, node)}
+        nodes = ep.graph.nodes
+        constants = {node for node in nodes if is_constant_data(ep, node)}
         members: dict[int, list[Node]] = {}
         for node, level in _levels(nodes, taken, constants).items():
             members.setdefault(level, []).append(node)
         return [Partition(id=level, nodes=found) for level, found in members.items()]
 
 
-def _levels(nodes: Iterable[Node], taken: Set[Node], constants: Set[Node]) -> dict[Node, int]:
+def _levels(nodes: Iterable[Node], taken: set[Node], constants: set[Node]) -> dict[Node, int]:
     """The level of every taken node and of the constants that one level alone reads."""
     level: dict[Node, int] = {}
     for node in nodes:
@@ -73,19 +74,20 @@ def _levels(nodes: Iterable[Node], taken: Set[Node], constants: Set[Node]) -> di
     for node in reversed(list(nodes)):
         if node in constants or (node in taken and node not in found):
             readers = {found.get(user) for user in node.users}
-            if len(readers) == 1 and None not in readers:
-                found[node] = readers.pop()
+            only = readers.pop() if len(readers) == 1 else None
+            if only is not None:
+                found[node] = only
     return found
 
 
 @contextlib.contextmanager
-def shared_provenance() -> Iterator[None]:
+def shared_provenance() -> Generator[None]:
     """Let torch.fx share the records of where a node came from while the context is open.
 
     They are never changed, yet deep-copied for every node in every pass: a chain that grows with
     each pass makes lowering slower than linear.
     """
-    import torch.fx.traceback as traceback
+    traceback: Any = importlib.import_module("torch.fx.traceback")
 
     def share(value: Any, memo: Any = None) -> Any:
         return list(value) if isinstance(value, list) else value

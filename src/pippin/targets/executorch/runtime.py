@@ -6,6 +6,7 @@ Shape letters: B batch, T tokens, K kept tokens of a distribution, V vocab.
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 # These define the operators that a .pte calls beside XNNPACK.
 import executorch.extension.llm.custom_ops.custom_ops
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from pippin.engines import Sampling, Tokens, TopK
 from pippin.errors import ModelError
+from pippin.targets.executorch.native_log import without_harmless_lines
 
 
 class PteModel:
@@ -24,7 +26,9 @@ class PteModel:
 
     def __init__(self, path: Path, context: int) -> None:
         self._program = Runtime.get().load_program(path)
-        self._forward = self._program.load_method("forward")
+        forward = self._program.load_method("forward")
+        assert forward is not None, "every bundle has a forward method"
+        self._forward = forward
         self._context = context
 
     def logprobs(self, tokens_BT: Tokens) -> NDArray[np.float32]:
@@ -65,7 +69,8 @@ class PteModel:
         self._require_room(start + len(tokens))
         ids_BT = torch.tensor([[int(token) for token in tokens]], dtype=torch.long)
         position = torch.tensor([start], dtype=torch.long)
-        (logits_BV,) = self._forward.execute((ids_BT, position))
+        with without_harmless_lines():
+            (logits_BV,) = self._forward.execute((ids_BT, position))
         # The runtime writes the next call's output into the same memory.
         return logits_BV[0].numpy().copy()
 
@@ -98,7 +103,7 @@ class PteModel:
             )
 
 
-def log_softmax(logits_TV: NDArray[np.float32]) -> NDArray[np.float32]:
+def log_softmax(logits_TV: NDArray[Any]) -> NDArray[Any]:
     """Log-probabilities over the last axis, float32."""
     shifted = logits_TV - logits_TV.max(-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True, dtype=np.float64)).astype(

@@ -23,7 +23,7 @@ def require_stored(path: Path, weights: Weights) -> int:
     XNNPACK's data lies in the file under the sha256 of its bytes; contents are hashed again here.
     """
     data = deserialize_pte_binary(path.read_bytes()).named_data
-    held = {_sha256(entry) for entry in data.buffers} if data else set()
+    held = {_sha256(entry) for entry in data.buffers if isinstance(entry, bytes)} if data else set()
     wanted = {
         f"{name}.{part}": _sha256(_bytes(tensor))
         for name, module in weights.named_modules()

@@ -1,0 +1,35 @@
+"""Keeps harmless lines of ExecuTorch's C++ log off stderr."""
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Generator
+
+HARMLESS = (
+    # custom_sdpa asks for scratch memory, is told that there is none, and allocates it: every call.
+    b"No temp allocator provided",
+    # A look for ARM's core identification where there is none, when the library is loaded.
+    b"[cpuinfo_utils.cpp",
+)
+STDERR = 2
+
+
+@contextlib.contextmanager
+def without_harmless_lines() -> Generator[None]:
+    """Hold back what is written to stderr inside, then pass on all but the harmless lines."""
+    with tempfile.TemporaryFile() as held:
+        stderr = os.dup(STDERR)
+        os.dup2(held.fileno(), STDERR)
+        try:
+            yield
+        finally:
+            os.dup2(stderr, STDERR)
+            os.close(stderr)
+            held.seek(0)
+            _pass_on(held.read())
+
+
+def _pass_on(written: bytes) -> None:
+    if written:
+        lines = written.splitlines(keepends=True)
+        os.write(STDERR, b"".join(line for line in lines if not any(h in line for h in HARMLESS)))

@@ -1,0 +1,22 @@
+"""What ExecuTorch's C++ side says is passed on, but for one line."""
+
+import os
+
+from pippin.targets.executorch.native_log import without_harmless_lines
+
+
+def test_only_the_harmless_line_is_dropped(capfd):
+    with without_harmless_lines():
+        os.write(2, b"[x.h:91] No temp allocator provided\nsomething broke\nhalf a line")
+    os.write(2, b" after\n")
+    assert capfd.readouterr().err == "something broke\nhalf a line after\n"
+
+
+def test_an_error_inside_keeps_its_words(capfd):
+    try:
+        with without_harmless_lines():
+            os.write(2, b"why\n")
+            raise RuntimeError
+    except RuntimeError:
+        pass
+    assert capfd.readouterr().err == "why\n"
