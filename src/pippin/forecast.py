@@ -12,6 +12,7 @@ from pippin.model.config import ModelConfig, parse_config, read_config
 from pippin.model.gguf_file import make_config, open_gguf
 from pippin.model.source import locate
 from pippin.model.weights import Checkpoint
+from pippin.quantizers import CALIBRATED
 from pippin.recipe import Recipe
 from pippin.steps import Step
 
@@ -25,6 +26,8 @@ REACHED = 0.6
 NATIVE = 4
 # A decoded token waits for memory more than for arithmetic: this many times a scored one.
 DECODING = 2
+# Tokens that calibration computes at once.
+CALIBRATION_TOKENS = 2048
 # Export builds the model in float32 a few times over before it is packed.
 EXPORT_COPIES = 4
 
@@ -154,11 +157,12 @@ class Forecast:
         )
 
     def quantize(self) -> Need:
-        """One tensor; packed codes on disk."""
-        return Need(
-            memory=memory.quantize_bytes(self.facts.config, 2) + self.overhead // 2,
-            disk=self._quantized(),
-        )
+        """One tensor, and the model with its moments where it is calibrated; codes on disk."""
+        needed = memory.quantize_bytes(self.facts.config, 2) + self.overhead // 2
+        if self.recipe.quantize.method in CALIBRATED:
+            read = memory.calibrate_bytes(self.facts.config, self.itemsize, CALIBRATION_TOKENS)
+            needed += read + FRAMEWORK // 2
+        return Need(memory=needed, disk=self._quantized())
 
     def evaluate(self) -> Need:
         """The dense model in the evaluation's dtype, a batch of rows, the answers' cache."""

@@ -11,6 +11,7 @@ from typing import Protocol
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 LOSS_CHUNK = 2**26  # float32 logits that exist at once, whatever the length of the batch
+MOMENTS = 2 << 30  # float32 sums X^T X that exist at once: a model with more is read again
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -176,6 +177,18 @@ def merge_bytes(shape: Shape, itemsize: int) -> int:
 def quantize_bytes(shape: Shape, itemsize: int) -> int:
     """One tensor as stored, in float32, scaled, its codes, its values again: E (b + 13)."""
     return largest_tensor(shape) * (itemsize + 13)
+
+
+def calibrate_bytes(shape: Shape, itemsize: int, tokens: int) -> int:
+    """Weights, a pass's moments, one layer's activations, and the widest Hessian being made ready.
+
+    P b + min(4 L (sum of I^2), MOMENTS) + layer(n) + 28 I^2: the Hessian scaled, in the order of
+    rounding and its factor in float32, two of them in float64 meanwhile.
+    """
+    inputs = [i for i, _ in linear_shapes(shape).values()]
+    moments = 4 * shape.num_layers * sum(i * i for i in inputs)
+    layer = layer_activations(shape, tokens, itemsize)
+    return parameters(shape) * itemsize + min(moments, MOMENTS) + layer + 28 * max(inputs) ** 2
 
 
 def quantized_size(shape: Shape, grids: tuple[tuple[int, int], tuple[int, int]]) -> int:

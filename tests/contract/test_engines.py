@@ -161,6 +161,20 @@ def test_moments_are_symmetric_and_positive(engine, folder, tokens):
         assert np.linalg.eigvalsh(moment.astype(float)).min() > -1e-3 * moment.max()
 
 
+def test_moments_of_some_linears(engine, folder, tokens):
+    model, batches = engine.load(folder, "float32"), [two_in_a_row(tokens)]
+    whole = model.input_moments(batches)
+    layer = "model.layers.0."
+    reads = {layer + f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj")}
+    asked = {*reads, layer + "mlp.down_proj", "lm_head", "no.such.linear"}
+    some = model.input_moments(batches, asked)
+    assert some.keys() == asked & whole.keys()
+    for name, moment in some.items():
+        np.testing.assert_array_equal(moment, whole[name])
+    assert len({id(some[name]) for name in reads}) == 1, "one array for one input"
+    assert model.input_moments(batches, frozenset()) == {}
+
+
 def test_an_engine_names_its_device_and_memory(engine):
     assert engine.device().startswith("cpu")
     assert engine.dtype("float32") == "float32"

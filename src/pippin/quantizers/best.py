@@ -1,5 +1,8 @@
 """The best that is known here: grids searched by importance, GPTQ's rounding on them, a refit.
 
+The grids matter beyond the output error they leave: plain ones end with less of it, and with a
+higher divergence of the model.
+
 Shape letters: O output features, I input features, G groups, S weights that share a scale.
 """
 
@@ -19,8 +22,6 @@ from pippin.quantizers.search import search_grids
 class Best:
     """Importance is the diagonal of the Hessian; rounding and refit see all of it."""
 
-    sweeps = 0
-
     def quantize(
         self,
         weight_OI: NDArray[Any],
@@ -37,12 +38,9 @@ class Best:
         terms = Terms(grid=grid, dtype=dtype, hessian=hessian)
         rounding = Rounding(weight_OI, grids, grid.bits, hessian)
         rounding.gptq()
-        grids = refit(weight_OI, rounding.codes(), grids, terms)
-        for _ in range(self.sweeps):
-            rounding.take(grids)
-            rounding.sweep()
-            grids = refit(weight_OI, rounding.codes(), grids, terms)
-        return finish(rounding.codes().reshape(groups_OGS.shape), grids, grid, dtype)
+        codes_OI = rounding.codes()
+        grids = refit(weight_OI, codes_OI, grids, terms)
+        return finish(codes_OI.reshape(groups_OGS.shape), grids, grid, dtype)
 
 
 def make_quantizer() -> Quantizer:

@@ -54,12 +54,6 @@ class Hessian:
         feedback_II = (factor_II / factor_II.diagonal()).T
         return np.ascontiguousarray(feedback_II.astype(np.float32))
 
-    @cached_property
-    def pull(self) -> NDArray[np.float32]:
-        """(I, I) Row i, in `order`: what input i should take up of every input's error."""
-        ordered_II = self.matrix_II[np.ix_(self.order, self.order)]
-        return (ordered_II / np.diagonal(ordered_II)[:, None]).astype(np.float32, copy=False)
-
     def output_error(self, error_OI: NDArray[np.float32]) -> float:
         """||X E^T||^2 over the inputs seen, without the damping, in the moment's own units."""
         moved_OI = error_OI @ self.matrix_II

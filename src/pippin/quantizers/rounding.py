@@ -1,8 +1,7 @@
-"""Codes that make up for each other's errors: GPTQ's rounding, and sweeps after it.
+"""Codes that make up for each other's errors: GPTQ's rounding (https://arxiv.org/abs/2210.17323).
 
-Both lower E H E^T of the weights' error E for a Hessian H of the inputs. GPTQ
-(https://arxiv.org/abs/2210.17323) with the weightiest inputs first, and grids fixed beforehand so
-that groups stay whole in memory.
+It lowers E H E^T of the weights' error E for a Hessian H of the inputs: weightiest inputs first, on
+grids fixed beforehand, so that groups stay whole in memory.
 
 Shape letters: O output features, I input features, G groups, N a block's inputs.
 """
@@ -17,7 +16,7 @@ from pippin.quantizers.hessian import Hessian
 
 Floats = NDArray[np.float32]
 # Inputs rounded one after the other before their errors reach all the others in one product.
-_BLOCK = 64
+_BLOCK = 32
 
 
 class Rounding:
@@ -32,14 +31,8 @@ class Rounding:
         self.error_IO = np.zeros_like(self.weight_IO)
         self.codes_IO = np.zeros_like(self.weight_IO)
         self.group_I = self.order_I // (weight_OI.shape[1] // grids[0].shape[1])
-        self.take(grids)
-
-    def take(self, grids: Grids) -> None:
-        """Other grids for the same codes."""
         self.scales_GO, self.biases_GO = (np.ascontiguousarray(part.T) for part in grids)
         self.steps_GO = 1 / self.scales_GO
-        values_IO = self.codes_IO * self.scales_GO[self.group_I] + self.biases_GO[self.group_I]
-        self.error_IO = values_IO - self.weight_IO
 
     def gptq(self) -> None:
         """Round all inputs; each takes up what the ones before it left."""
@@ -50,21 +43,7 @@ class Rounding:
             for i in range(block.start, block.stop):
                 wanted_O = wanted_NO[i - start]
                 if i > start:
-                    wanted_O -= feedback_II[i, start:i] @ error_IO[start:i]
-                self.choose(i, wanted_O)
-
-    def sweep(self) -> None:
-        """Round every input anew, all others as they are: the error falls or stays."""
-        pull_II = self.hessian.pull
-        for start in range(0, len(self.weight_IO), _BLOCK):
-            block = slice(start, min(start + _BLOCK, len(self.weight_IO)))
-            before_NO = self.error_IO[block].copy()
-            wanted_NO = self.weight_IO[block] + before_NO - pull_II[block] @ self.error_IO
-            for i in range(block.start, block.stop):
-                wanted_O = wanted_NO[i - start]
-                if i > start:
-                    moved_NO = self.error_IO[start:i] - before_NO[: i - start]
-                    wanted_O -= pull_II[i, start:i] @ moved_NO
+                    wanted_O -= _mix(feedback_II[i, start:i], error_IO[start:i])
                 self.choose(i, wanted_O)
 
     def choose(self, i: int, wanted_O: Floats) -> None:
@@ -84,3 +63,8 @@ class Rounding:
         codes_OI = np.empty(self.codes_IO.shape[::-1], np.float32)
         codes_OI[:, self.order_I] = self.codes_IO.T
         return codes_OI
+
+
+def _mix(shares_N: Floats, rows_NO: Floats) -> Floats:
+    """The sum of rows by shares. No matrix product: BLAS would wake its threads for a few rows."""
+    return np.einsum("n,no->o", shares_N, rows_NO)

@@ -6,6 +6,7 @@ Shape letters: I input features.
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 
@@ -18,13 +19,12 @@ from pippin.job import Job
 from pippin.model import names
 from pippin.model.config import ModelConfig
 from pippin.model.tokenizer import load_tokenizer
-from pippin.model.weights import Checkpoint
+from pippin.model.weights import Checkpoint, is_finite, row_chunks
 from pippin.quantizers.choices import Choice
 from pippin.quantizers.hessian import Hessian
+from pippin.stages.coding import refuse_infinite
 from pippin.stages.loading import open_engine
 
-# Moments held at once. A model with more is read in several passes over the same rows.
-MOMENT_BYTES = 2 << 30
 # Tokens of one forward pass, padding included.
 _BATCH_TOKENS = 2048
 # From this many bits on, an embedding or a head loses next to nothing by plain rounding.
@@ -33,9 +33,10 @@ _PLAIN_BITS = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Calibration:
-    """A loaded model, the rows it reads, and how many tokens they have."""
+    """A loaded model and its weights, the rows it reads, and how many tokens they have."""
 
     model: Model
+    checkpoint: Checkpoint
     batches: list[Batch]
     rows: int
     tokens: int
@@ -51,12 +52,19 @@ class Calibration:
         for name, moment_II in moments.items():
             if id(moment_II) not in made:
                 if not np.isfinite(moment_II).all():
-                    raise ModelError(
-                        f"the inputs of {name} are not finite on the calibration rows",
-                        'set model.dtype = "float32", or check the weights',
-                    )
+                    self._blame(name)
                 made[id(moment_II)] = Hessian(moment_II)
         return {name: made[id(moment_II)] for name, moment_II in moments.items()}
+
+    def _blame(self, name: str) -> NoReturn:
+        """The weights, where they are not finite themselves."""
+        for tensor, info in self.checkpoint.tensors.items():
+            for start, stop in row_chunks(info, 8 << 20) if info.shape else ():
+                refuse_infinite(tensor, is_finite(self.checkpoint.read_rows(tensor, start, stop)))
+        raise ModelError(
+            f"the inputs of {name} are not finite on the calibration rows",
+            'the model overflows: set model.dtype = "float32"',
+        )
 
 
 def calibrate(job: Job) -> Calibration:
@@ -78,6 +86,7 @@ def calibrate(job: Job) -> Calibration:
     engine = open_engine(recipe.model.engine, recipe.model.device)
     return Calibration(
         model=engine.load(folder, recipe.model.dtype),
+        checkpoint=Checkpoint(folder),
         batches=single_batches(samples, max(1, _BATCH_TOKENS // longest)),
         rows=len(samples),
         tokens=tokens,

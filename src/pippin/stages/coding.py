@@ -137,7 +137,7 @@ class Coder:
             return
         for start, stop in row_chunks(info, _CHUNK_BYTES):
             rows = self.checkpoint.read_rows(name, start, stop)
-            _refuse_infinite(name, is_finite(rows))
+            refuse_infinite(name, is_finite(rows))
             self.writer.write_rows(name, start, rows)
 
     def _write_codes(self, name: str, grid: Grid, method: str, error: Error) -> None:
@@ -145,7 +145,7 @@ class Coder:
         size = _CALIBRATED_CHUNK_BYTES if error.hessian else _CHUNK_BYTES
         for start, stop in row_chunks(info, size):
             stored = self.checkpoint.read_rows(name, start, stop)
-            _refuse_infinite(name, is_finite(stored))
+            refuse_infinite(name, is_finite(stored))
             weight_OI = stored.astype(np.float32, copy=False)
             codes = self._quantizer(method).quantize(weight_OI, grid, info.dtype, error.hessian)
             _refuse_overflow(name, codes)
@@ -163,7 +163,8 @@ class Coder:
         return self.quantizers[method]
 
 
-def _refuse_infinite(name: str, finite: bool) -> None:
+def refuse_infinite(name: str, finite: bool) -> None:
+    """Raise ModelError for a tensor that is not finite."""
     if not finite:
         raise ModelError(
             f"{name} holds weights that are not finite", "the training diverged: train again"

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pippin import artifact
+from pippin import artifact, memory
 from pippin.errors import ModelError
 from pippin.events import Event, Finished, Notice, Progress, Started
 from pippin.job import Job
@@ -18,7 +18,7 @@ from pippin.model.weights import Checkpoint, Writer
 from pippin.quantizers import CALIBRATED
 from pippin.quantizers.choices import Choice, choose_all, layout_specs, quantized_config
 from pippin.recipe import Quantize
-from pippin.stages.calibration import MOMENT_BYTES, Calibration, calibrate, passes
+from pippin.stages.calibration import Calibration, calibrate, passes
 from pippin.stages.coding import Coder, Row
 
 STAGE = "quantize"
@@ -86,7 +86,7 @@ def _plan(
 ) -> _Work:
     if job.recipe.quantize.method not in CALIBRATED:
         return _Work()
-    parts = tuple(passes(checkpoint, choices, config, MOMENT_BYTES))
+    parts = tuple(passes(checkpoint, choices, config, memory.MOMENTS))
     return _Work(calibration=calibrate(job) if parts else None, parts=parts)
 
 

@@ -1,0 +1,231 @@
+"""Calibrated methods end to end: what they read, what it costs in memory, and what it buys."""
+
+import json
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from tests.tiny_runs import write_rows, write_speaking_model
+
+from pippin import memory
+from pippin.artifact import Origin, read_manifest
+from pippin.data.batches import Sample
+from pippin.data.chat import tokenize
+from pippin.data.dataset import load_split
+from pippin.engines import load_engine
+from pippin.errors import ModelError
+from pippin.events import Event, Notice
+from pippin.job import Job
+from pippin.model.config import read_config
+from pippin.model.tokenizer import load_tokenizer
+from pippin.model.weights import Checkpoint
+from pippin.quantizers.choices import choose_all
+from pippin.recipe import Data, Model, Quantize, Recipe
+from pippin.stages.calibration import Calibration, draw, passes
+from pippin.stages.quantize import quantize
+from pippin.steps import make_steps
+
+pytestmark = pytest.mark.torch
+
+SETTINGS = Quantize(
+    method="best", bits=3, group_size=32, embed_group_size=32, calibration_tokens=400
+)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small model that speaks, and rows."""
+    folder = tmp_path_factory.mktemp("place")
+    (folder / "model").mkdir()
+    write_speaking_model(folder / "model")
+    loud = load_file(folder / "model" / "model.safetensors")
+    for name in loud:  # layers that matter: fresh ones are drowned by the residual
+        loud[name] *= 6 if "proj" in name else 1
+    save_file(loud, folder / "model" / "model.safetensors", metadata={"format": "pt"})
+    write_rows(folder / "rows")
+    return folder
+
+
+def _recipe(place: Path, settings: Quantize = SETTINGS, seed: int = 0) -> Recipe:
+    model = Model(source="model", device="cpu", dtype="float32")
+    data = Data(source="rows", max_seq_len=64)
+    return Recipe(model=model, data=data, quantize=settings, seed=seed, folder=place, out="out")
+
+
+def _run(place: Path, folder: Path, settings: Quantize = SETTINGS, **changes: Any) -> list[Event]:
+    origin = Origin(stage="quantize", inputs={}, settings={}, versions={})
+    inputs = {"model": changes.pop("model", place / "model")}
+    recipe = _recipe(place, settings, **changes)
+    job = Job(stage="quantize", recipe=recipe, inputs=inputs, folder=folder, origin=origin)
+    return list(quantize(job))
+
+
+def _divergence(place: Path, folder: Path) -> float:
+    """KL of the model before to the one after, over all of its tokens."""
+    engine = load_engine("torch", "cpu")
+    rows = load_split(_recipe(place).data, place, "test")
+    samples = tokenize(rows, load_tokenizer(place / "model"), _recipe(place).data).samples
+    tokens = np.concatenate([sample.tokens for sample in samples])[None]
+    vocab = read_config(place / "model").vocab_size
+    ids = np.broadcast_to(np.arange(vocab, dtype=np.int32), (1, tokens.shape[1], vocab))
+    parent, child = (
+        engine.load(path, "float32").topk(tokens, 0, np.ascontiguousarray(ids)).logprobs_BTK
+        for path in (place / "model", folder)
+    )
+    return float((np.exp(parent) * (parent - child)).sum(-1).mean())
+
+
+def _report(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "quantize.json").read_text())
+
+
+def _bytes(folder: Path) -> bytes:
+    return (folder / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("scheme", ["symmetric", "affine"])
+def test_best_is_nearer_than_rtn(place: Path, tmp_path: Path, scheme: Any) -> None:
+    found = {}
+    for method in ("rtn", "mse", "gptq", "best"):
+        settings = replace(SETTINGS, method=method, scheme=scheme)
+        _run(place, tmp_path / method, settings)
+        found[method] = _divergence(place, tmp_path / method)
+    assert max(found["best"], found["gptq"]) < 0.5 * min(found["rtn"], found["mse"])
+
+
+def test_report_and_manifest(place: Path, tmp_path: Path) -> None:
+    events = _run(place, tmp_path / "q")
+    report = _report(tmp_path / "q")
+    rows = {row["name"]: row for row in report["tensors"]}
+    linear = rows["model.layers.0.mlp.up_proj.weight"]
+    assert linear["method"] == "best"
+    assert 0 < linear["output_error"] < 0.6 * linear["output_error_rtn"]
+    embedding = rows["model.embed_tokens.weight"]
+    assert (embedding["method"], embedding["output_error"]) == ("mse", None)
+    manifest = read_manifest(tmp_path / "q")
+    assert manifest is not None
+    tokens = manifest["scores"]["calibration_tokens"]
+    texts = [event.text for event in events if isinstance(event, Notice)]
+    assert any(text.startswith(f"calibrated on {tokens:,} tokens of 12 ") for text in texts)
+    assert any("all there are" in text for text in texts)
+
+
+def test_a_head_of_few_bits_is_calibrated(place: Path, tmp_path: Path) -> None:
+    _run(place, tmp_path / "q", replace(SETTINGS, embed_bits=4))
+    rows = {row["name"]: row for row in _report(tmp_path / "q")["tensors"]}
+    row = rows["model.embed_tokens.weight"]
+    assert row["method"] == "best"
+    assert row["output_error"] < row["output_error_rtn"]
+
+
+def test_passes_of_any_size_give_the_same(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _run(place, tmp_path / "once")
+    monkeypatch.setattr(memory, "MOMENTS", 1)
+    _run(place, tmp_path / "often")
+    assert _bytes(tmp_path / "once") == _bytes(tmp_path / "often")
+
+
+def test_seed_draws_the_rows(place: Path, tmp_path: Path) -> None:
+    few = replace(SETTINGS, calibration_tokens=20)
+    _run(place, tmp_path / "a", few)
+    _run(place, tmp_path / "b", few)
+    _run(place, tmp_path / "c", few, seed=1)
+    assert _bytes(tmp_path / "a") == _bytes(tmp_path / "b")
+    assert _bytes(tmp_path / "a") != _bytes(tmp_path / "c")
+
+
+def test_draw_stops_at_the_tokens() -> None:
+    samples = [
+        Sample(tokens=np.full(5, i, np.int32), scored=np.arange(5) > 0, row=i) for i in range(10)
+    ]
+    drawn = draw(samples, 12, seed=3)
+    assert len(drawn) == 3
+    assert len({sample.row for sample in drawn}) == 3
+    assert len(draw(samples, 1000, seed=3)) == 10
+
+
+def test_passes_hold_the_budget(place: Path) -> None:
+    checkpoint, config = Checkpoint(place / "model"), read_config(place / "model")
+    choices = choose_all(checkpoint, config, SETTINGS)
+    whole = list(passes(checkpoint, choices, config, 1 << 40))
+    assert len(whole) == 1
+    assert whole[0]["model.layers.1.self_attn.q_proj.weight"] == "model.layers.1.self_attn.q_proj"
+    one = 4 * 64 * 64
+    parts = list(passes(checkpoint, choices, config, 3 * one))
+    assert [name for part in parts for name in part] == list(whole[0])
+    assert max(len(part) for part in parts) == 3
+    embedded = choose_all(checkpoint, config, replace(SETTINGS, embed_bits=6))
+    (part,) = passes(checkpoint, embedded, config, 1 << 40)
+    assert part["model.embed_tokens.weight"] == "lm_head"
+
+
+class Overflowing:
+    """A model whose inputs are not finite."""
+
+    def input_moments(self, batches: Any, names: Any) -> dict[str, np.ndarray]:
+        return {name: np.full((4, 4), np.nan, np.float32) for name in names}
+
+
+def test_inputs_that_are_not_finite_are_named(place: Path) -> None:
+    overflowing: Any = Overflowing()
+    calibration = Calibration(
+        model=overflowing,
+        checkpoint=Checkpoint(place / "model"),
+        batches=[],
+        rows=1,
+        tokens=1,
+        notices=(),
+    )
+    with pytest.raises(ModelError, match=r"inputs of layers\.3\.o_proj are not"):
+        calibration.hessians(["layers.3.o_proj"])
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.0.mlp.up_proj.weight"])
+def test_weights_that_are_not_finite_are_named(place: Path, tmp_path: Path, name: str) -> None:
+    broken = Path(shutil.copytree(place / "model", tmp_path / "copy"))
+    tensors = load_file(broken / "model.safetensors")
+    tensors[name] = tensors[name].copy()
+    tensors[name].flat[7] = np.nan
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=f"{re.escape(name)} holds weights that are not finite"):
+        _run(place, tmp_path / "q", model=broken)
+
+
+def test_a_linear_the_engine_does_not_see_is_named(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pippin.engines.torch.engine import TorchModel
+
+    whole = TorchModel.input_moments
+
+    def blind(self: Any, batches: Any, names: Any = None) -> Any:
+        seen = whole(self, batches, names)
+        return {name: moment for name, moment in seen.items() if "o_proj" not in name}
+
+    monkeypatch.setattr(TorchModel, "input_moments", blind)
+    events = _run(place, tmp_path / "q")
+    texts = [event.text for event in events if isinstance(event, Notice)]
+    assert "model.layers.0.self_attn.o_proj and 1 more: no inputs seen, rounded with mse" in texts
+    rows = {row["name"]: row for row in _report(tmp_path / "q")["tensors"]}
+    assert rows["model.layers.0.self_attn.o_proj.weight"]["method"] == "mse"
+
+
+@pytest.mark.parametrize(("method", "reads"), [("best", True), ("gptq", True), ("mse", False)])
+def test_the_step_depends_on_what_it_reads(place: Path, method: Any, reads: bool) -> None:
+    def step(settings: Quantize, seed: int = 0) -> Any:
+        steps = make_steps(_recipe(place, settings, seed))
+        return next(step for step in steps if step.name == "quantize")
+
+    settings = replace(SETTINGS, method=method)
+    assert step(settings).reads_data == reads
+    other = step(replace(settings, calibration_tokens=99))
+    assert (other.settings != step(settings).settings) == reads
+    assert (step(settings, seed=1).settings != step(settings).settings) == reads
+    assert ("data.max_seq_len" in step(settings).settings) == reads
