@@ -16,6 +16,7 @@ DataFormat: TypeAlias = Literal[
 TooLong: TypeAlias = Literal["error", "cut", "drop"]
 TrainOn: TypeAlias = Literal["assistant", "last", "all"]
 Method: TypeAlias = Literal["lora", "full"]
+FrozenDType: TypeAlias = Literal["auto", "float8"]
 Schedule: TypeAlias = Literal["cosine", "linear", "constant"]
 QuantizerName: TypeAlias = Literal["best", "gptq", "mse", "rtn"]
 Scheme: TypeAlias = Literal["symmetric", "affine"]
@@ -103,6 +104,10 @@ class Train:
     max_grad_norm: float = key(1.0, "gradients are scaled down to this norm; 0 turns clipping off")
     gradient_checkpointing: bool = key(
         False, "recompute activations: less memory, about 1.3x the time"
+    )
+    frozen_dtype: FrozenDType = key(
+        "auto",
+        "auto is model.dtype; float8 rounds frozen linears: faster on new CUDA cards, coarser",
     )
     valid_every: int = key(0, "updates between validation losses; 0 validates once, at the end")
     valid_rows: int = key(64, "validation rows that are scored")

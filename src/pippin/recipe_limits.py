@@ -105,6 +105,12 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str, str]]
             "no linear is adapted",
             'name some, e.g. ["q_proj", "v_proj"], or use ["all-linear"]',
         )
+    if train.method == "full" and train.frozen_dtype != "auto":
+        yield (
+            ("train", "frozen_dtype"),
+            "full fine-tuning freezes nothing",
+            "leave it out, or set train.method = lora",
+        )
     if train.patience and not train.valid_every:
         yield (
             ("train", "patience"),

@@ -4,8 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from pippin.data.batches import BatchPlan, Sample
 from pippin.engines import Sampling, load_engine
 from pippin.engines.torch import attention
+from pippin.engines.torch.compiled import graphs
+from pippin.engines.torch.loss import Head, head_loss
 from pippin.engines.torch.rows import packed_rows
 from pippin.recipe import Lora, Train
 
@@ -81,3 +84,115 @@ def test_the_figures_are_the_devices(cuda):
     assert cuda.device().startswith("cuda (")
     assert cuda.dtype("auto") == "bfloat16"
     assert cuda.peak_memory() > 0
+
+
+@pytest.mark.parametrize("shape", [(4, 4, 100, None), (4, 2, 64, None), (2, 1, 36, 9)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_and_its_gradients_equal_float64s(shape, dtype):
+    heads, kv, channels, window = shape
+    lengths, generator = [3, 1, 130, 66, 200], torch.Generator("cuda").manual_seed(0)
+    edges = np.cumsum([0, *lengths])
+    first, last = (
+        torch.tensor(np.repeat(x, lengths), dtype=torch.int32, device="cuda")
+        for x in (edges[:-1], edges[1:])
+    )
+    inputs = [
+        torch.randn(1, sum(lengths), h, channels, generator=generator, device="cuda").to(dtype)
+        for h in (heads, kv, kv, heads)
+    ]
+    bounds = tuple(zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True))
+    assert attention.prepare(torch.device("cuda", 0))
+    results = []
+    for exact, packing in (
+        (False, attention.Packing(bounds=bounds, first_T=first, last_T=last)),
+        (True, attention.Packing(bounds=bounds)),
+    ):
+        leaves = [x.double() if exact else x for x in inputs]
+        upstream = leaves.pop()
+        leaves = [x.transpose(1, 2).detach().requires_grad_() for x in leaves]
+        out, _ = attention.packed_attention(
+            torch.nn.Module(), *leaves, None, packing=packing, sliding_window=window
+        )
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, upstream)])
+    for ours, exact in zip(*results, strict=True):
+        error = (ours.double() - exact).norm() / exact.norm()
+        assert error <= (1e-6 if dtype == torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize(("softcap", "scale"), [(None, 1.0), (30.0, 0.5)])
+def test_the_loss_and_its_gradient_equal_float64s(softcap, scale):
+    generator = torch.Generator("cuda").manual_seed(0)
+    hidden, weight = (
+        torch.randn(n, 64, generator=generator, device="cuda") / 8 for n in (300, 5000)
+    )
+    targets = torch.randint(0, 5000, (300,), generator=generator, device="cuda")
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        leaf = hidden.to(dtype).requires_grad_()
+        head = Head(weight_VD=weight.to(dtype), scale=scale, softcap=softcap)
+        loss = head_loss(leaf, targets, head)
+        loss.backward()
+        results.append((loss.detach(), leaf.grad))
+    for ours, exact in zip(*results, strict=True):
+        assert (ours - exact).norm() <= 1e-5 * exact.norm()
+
+
+def test_fifty_losses_in_float32_equal_the_cpus(tiny, engine, cuda, adapter):
+    rng, losses = np.random.default_rng(1), []
+    samples = [
+        Sample(tokens=rng.integers(3, 97, n).astype(np.int32), scored=np.arange(n) > 0, row=row)
+        for row, n in enumerate(rng.integers(2, 24, 40))
+    ]
+    train = Train(row_tokens=48, batch_rows=2)
+    plan = BatchPlan(samples, train, seed=0)
+    for side in (engine, cuda):
+        model = side.load(tiny("llama"), "float32")
+        trainer = model.trainer(train, Lora(rank=4), adapter(model), 0)
+        results = [trainer.step(plan.batches(step), 3e-3) for step in range(50)]
+        losses.append([result.loss_sum / result.tokens for result in results])
+    assert trainer.compiled
+    assert losses[0][-1] < 0.98 * losses[0][0]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama_head100", "qwen3", "gemma3"])
+def test_layers_are_compiled_once(kind, tiny, cuda, samples, pack, adapter):
+    model, batch = cuda.load(tiny(kind), "bfloat16"), pack([samples, samples[:3]])
+    train = Train(row_tokens=batch.tokens_BT.shape[1], batch_rows=2)
+    trainer = model.trainer(train, Lora(rank=4), adapter(model), 0)
+    assert trainer.compiled
+    assert trainer.notices == ()
+    trainer.step([batch], 1e-3)
+    count = graphs()
+    for rows in ([samples[::-1], samples[2:]], [samples]):  # other lengths, then an empty row
+        trainer.step([pack(rows)], 1e-3)
+    trainer.loss(pack([samples[:2]]))
+    assert graphs() == count
+
+
+def test_an_update_that_is_not_finite_is_not_made(tiny, cuda, samples, pack, adapter):
+    model = cuda.load(tiny("llama"), "bfloat16")
+    trainer = model.trainer(Train(), Lora(rank=4), adapter(model, live=True), 0)
+    trainer.step([pack([samples])], 1e-3)
+    before = trainer.state()
+    trainer.head.weight_VD[0, 0] = float("inf")
+    assert not np.isfinite(trainer.step([pack([samples])], 1e-3).loss_sum)
+    after = trainer.state()
+    for name in before.keys() - {"steps"}:
+        np.testing.assert_array_equal(after[name], before[name])
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="no FP8"
+)
+def test_frozen_weights_in_float8_train_nearly_alike(tiny, cuda, samples, pack, adapter):
+    batch, losses = pack([samples]), {}
+    for frozen in ("auto", "float8"):
+        model = cuda.load(tiny("llama"), "bfloat16")
+        train = Train(row_tokens=batch.tokens_BT.shape[1], frozen_dtype=frozen)
+        trainer = model.trainer(train, Lora(rank=4), adapter(model), 0)
+        losses[frozen] = [trainer.step([batch], 1e-2).loss_sum for _ in range(6)]
+        assert trainer.compiled
+    assert any("FP8" in notice for notice in trainer.notices)
+    assert losses["float8"] == pytest.approx(losses["auto"], rel=2e-2)
+    assert losses["float8"] != losses["auto"]

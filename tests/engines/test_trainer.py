@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from pippin.errors import ModelError
+from pippin.errors import ModelError, UsageError
 from pippin.recipe import Lora, Train
 
 pytestmark = pytest.mark.torch
@@ -225,3 +225,9 @@ def test_restoring_another_adapter_is_refused(start, samples, pack):
     del state[f"weights.{name}"]
     with pytest.raises(ModelError, match="is missing"):
         start().restore(state)
+
+
+def test_float8_is_refused_where_it_does_not_run(tiny, engine, adapter):
+    model = engine.load(tiny("llama"), "float32")
+    with pytest.raises(UsageError, match="float8"):
+        model.trainer(Train(frozen_dtype="float8"), Lora(rank=4), adapter(model), 0)

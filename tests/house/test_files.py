@@ -58,7 +58,8 @@ def test_functions_take_few_parameters(source):
     for f in functions(source):
         taken = [a.arg for a in (*f.args.posonlyargs, *f.args.args, *f.args.kwonlyargs)]
         count = len([a for a in taken if a not in ("self", "cls", "ctx")])
-        if count > PARAMETERS and not f.args.kwarg:
+        kernel = "triton.jit" in map(ast.unparse, f.decorator_list)  # pointers and strides alone
+        if count > PARAMETERS and not f.args.kwarg and not kernel:
             many[f.name] = count
     assert many == {}
 

@@ -43,7 +43,7 @@ def _gated(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
     """down(silu(gate(x)) * up(x)), whatever its linears are."""
     parts: list[Any] = [getattr(module, f"{name}_proj", None) for name in ("gate", "up", "down")]
     activation = type(getattr(module, "act_fn", None)).__name__
-    if not all(isinstance(part, nn.Module) for part in parts):
+    if not all(isinstance(getattr(part, "weight", None), Tensor) for part in parts):
         return None
     if activation not in ("SiLU", "SiLUActivation") or len(_arguments(module)) != 1:
         return None

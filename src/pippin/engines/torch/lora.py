@@ -17,11 +17,12 @@ class LoraLinear(nn.Module):
     """y = x W^T + bias + scale * dropout(x) A^T B^T.
 
     `lora_A` (R, I) and `lora_B` (O, R) are masters in float32 (float64 under a float64 base);
-    products run in the base's dtype.
+    products run in the base's dtype. A compiler sees plain operations and fuses them itself.
     """
 
     def __init__(self, base: nn.Linear, pair: tuple[Tensor, Tensor], scale: float, dropout: float):
         super().__init__()
+        self.base: nn.Module | None = None  # computes the frozen part in another way
         self.weight, self.bias = base.weight, base.bias
         self.in_features, self.out_features = base.in_features, base.out_features
         self.scale, self.dropout = scale, dropout
@@ -31,6 +32,11 @@ class LoraLinear(nn.Module):
         a_RI = self.lora_A.to(x.dtype)
         b_OR = (self.lora_B * self.scale).to(x.dtype)
         dropout = self.dropout if self.training else 0.0
+        if self.base is not None or torch.compiler.is_compiling():
+            plain = self.base is None
+            y = functional.linear(x, self.weight, self.bias) if plain else self.base(x)
+            dropped = functional.dropout(x, dropout) if dropout else x
+            return y + functional.linear(functional.linear(dropped, a_RI), b_OR)
         return _Lora.apply(x, self.weight, self.bias, a_RI, b_OR, dropout)
 
 

@@ -9,7 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pippin.engines.torch.attention import prepare
+
 CHUNK_BYTES = 1 << 26
+KERNEL_BYTES = 96 << 20  # of products, where a kernel turns them into gradients in place
 BLOCK_BYTES = 1 << 20
 
 
@@ -71,8 +74,9 @@ class _HeadLoss(torch.autograd.Function):
         grads = _Grads.empty(hidden_SD, weight_VD, bias_V, ctx.needs_input_grad)
         exact = torch.promote_types(hidden_SD.dtype, torch.float32)
         loss = torch.zeros((), dtype=exact, device=hidden_SD.device)
-        for start in range(0, len(hidden_SD), head.chunk):
-            part = slice(start, start + head.chunk)
+        chunk = _chunk_rows(hidden_SD, head)
+        for start in range(0, len(hidden_SD), chunk):
+            part = slice(start, start + chunk)
             loss += _chunk(hidden_SD[part], targets_S[part], head, grads.part(part))
         ctx.grads = grads
         return loss
@@ -110,17 +114,39 @@ class _Grads:
         return [None if g is None else g.mul_(factor.to(g.dtype)) for g in grads]
 
 
+def _chunk_rows(hidden_SD: Tensor, head: Head) -> int:
+    """Positions at a time: more on CUDA, where only the products are kept."""
+    if not _in_place(hidden_SD):
+        return head.chunk
+    row = hidden_SD.element_size() * head.weight_VD.shape[0]
+    return max(128, KERNEL_BYTES // row // 128 * 128)
+
+
+def _in_place(hidden_SD: Tensor) -> bool:
+    return hidden_SD.dtype != torch.float64 and prepare(hidden_SD.device)
+
+
 def _chunk(hidden_CD: Tensor, targets_C: Tensor, head: Head, grads: _Grads) -> Tensor:
     """The chunk's summed loss; fills its part of the hidden gradient, adds to the head's."""
     logits_CV = head.products(hidden_CD)
     wanted = any(g is not None for g in (grads.hidden_SD, grads.weight_VD, grads.bias_V))
-    rows = max(1, BLOCK_BYTES // (4 * logits_CV.shape[1]))
-    losses = [
-        _block(logits_CV[start : start + rows], targets_C[start : start + rows], head, wanted)
-        for start in range(0, len(logits_CV), rows)
-    ]
+    loss = _losses(logits_CV, targets_C, head, wanted)
     if wanted:
         _fill(logits_CV, hidden_CD, head, grads)
+    return loss
+
+
+def _losses(products_CV: Tensor, targets_C: Tensor, head: Head, wanted: bool) -> Tensor:
+    """Their sum; where `wanted`, the products become the loss's gradient with respect to them."""
+    if _in_place(products_CV):
+        from pippin.engines.torch.triton_ops import row_losses
+
+        return row_losses(products_CV, targets_C, head.scale, head.softcap, wanted=wanted).sum()
+    rows = max(1, BLOCK_BYTES // (4 * products_CV.shape[1]))
+    losses = [
+        _block(products_CV[start : start + rows], targets_C[start : start + rows], head, wanted)
+        for start in range(0, len(products_CV), rows)
+    ]
     return torch.stack(losses).sum()
 
 

@@ -44,20 +44,27 @@ class Optimizer:
         """The norm of the summed gradients of all masters, a scalar on the device."""
         return torch.nn.utils.get_total_norm(self._grads())
 
-    def update(self, learning_rate: float, factor: float) -> None:
-        """One AdamW update with the gradients times `factor`.
+    def update(self, learning_rate: float, factor: Tensor, broken: Tensor | None = None) -> None:
+        """One AdamW update with the gradients times `factor`, a scalar on the device.
 
-        Raises ModelError where a tensor did not move in the first two updates.
+        Where `broken` is 1.0 on a CUDA device nothing moves: the host need not wait to decide, and
+        tells later by `take_back`. Raises ModelError where a tensor did not move in the first two
+        updates.
         """
         torch._foreach_mul_(self._grads(), factor)
         self.adam.param_groups[0]["lr"] = learning_rate
+        self.adam.found_inf = broken  # ty: ignore[missing-attribute]
         watched = self._watch() if self._unmoved and learning_rate > 0 else {}
         self.adam.step()
         self._round_back()
         self.drop_gradients()
         self.updates += 1
-        if watched:
+        if watched and (broken is None or not bool(broken)):
             self._check(watched)
+
+    def take_back(self) -> None:
+        """The last update was a broken one."""
+        self.updates -= 1
 
     def drop_gradients(self) -> None:
         """Forget the gradients."""

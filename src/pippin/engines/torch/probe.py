@@ -97,6 +97,7 @@ def _blind_window(network: PreTrainedModel) -> int | None:
     sizes = [getattr(config, name, None) for name in WINDOWS]
     windows = [size for size in sizes if isinstance(size, int) and size > 0]
     rows = packed_rows(_two_samples(network, seed=2), network.device)
+    rows.extra["packing"].seen = set()
     hidden_states(network, rows.tokens_BT, **rows.extra)
     told = "window" in rows.extra["packing"].seen
     return min(windows) if windows and not told else None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pippin.data.batches import Batch
-from pippin.engines.torch.attention import Packing
+from pippin.engines.torch.attention import Packing, prepare
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,31 +58,54 @@ def padded_rows(batch: Batch, device: torch.device) -> Rows:
 
 
 def _rows(batch: Batch, device: torch.device, keep_BT: Any, *, packing: bool) -> Rows:
-    scored_N = batch.scored_BT[keep_BT]
-    tokens_N = batch.tokens_BT[keep_BT].astype(np.int64)
-    index_S = np.flatnonzero(scored_N)
-    extra: dict[str, Any] = {}
-    shape: tuple[int, ...] = batch.tokens_BT.shape
+    tokens_N = batch.tokens_BT[keep_BT]
+    index_S = np.flatnonzero(batch.scored_BT[keep_BT])
+    arrays = [tokens_N, index_S - 1, tokens_N[index_S], batch.segments_BT[keep_BT] > 0]
     if packing:
-        shape = (1, -1)
-        positions_N = batch.positions_BT[keep_BT].astype(np.int64)
-        extra["position_ids"] = torch.from_numpy(positions_N[None]).to(device)
-        extra["packing"] = _packing(batch, keep_BT, device)
+        edges = _edges(batch, keep_BT)
+        arrays += [batch.positions_BT[keep_BT], *_limits(edges)]
+    moved = _move(arrays, device)
+    extra: dict[str, Any] = {}
+    if packing:
+        extra["position_ids"] = moved[4][None]
+        extra["packing"] = _packing(edges, moved[5:], device)
     return Rows(
-        tokens_BT=torch.from_numpy(tokens_N.reshape(shape)).to(device),
-        index_S=torch.from_numpy(index_S - 1).to(device),
-        targets_S=torch.from_numpy(tokens_N[index_S]).to(device),
-        real_N=torch.from_numpy(batch.segments_BT[keep_BT] > 0).to(device),
+        tokens_BT=moved[0].view((1, -1) if packing else batch.tokens_BT.shape),
+        index_S=moved[1],
+        targets_S=moved[2],
+        real_N=moved[3] > 0,
         extra=extra,
     )
 
 
-def _packing(batch: Batch, keep_BT: Any, device: torch.device) -> Packing:
+def _move(arrays: list[Any], device: torch.device) -> list[Tensor]:
+    """int64 on the device. One copy, which does not wait for what the device is doing."""
+    bounds = np.cumsum([0, *map(len, arrays)])
+    whole = torch.from_numpy(np.concatenate(arrays, dtype=np.int64))
+    if device.type == "cuda":
+        whole = whole.pin_memory().to(device, non_blocking=True)
+    whole = whole.to(device)
+    return [whole[a:b] for a, b in itertools.pairwise(bounds.tolist())]
+
+
+def _edges(batch: Batch, keep_BT: Any) -> list[int]:
+    """Where samples begin, and the end."""
     row_BT = np.broadcast_to(np.arange(len(batch.tokens_BT))[:, None], batch.tokens_BT.shape)
     key_N2 = np.stack([row_BT[keep_BT], batch.segments_BT[keep_BT]], 1)
     starts = np.flatnonzero(np.any(key_N2[1:] != key_N2[:-1], 1)) + 1
-    edges = [0, *starts.tolist(), len(key_N2)]
-    offsets = None
-    if device.type == "cuda":
-        offsets = torch.tensor(edges, dtype=torch.int32, device=device)
-    return Packing(bounds=tuple(itertools.pairwise(edges)), offsets=offsets)
+    return [0, *starts.tolist(), len(key_N2)]
+
+
+def _limits(edges: list[int]) -> list[Any]:
+    """For every token the begin and the end of its sample, and the edges."""
+    lengths = np.diff(edges)
+    return [np.repeat(edges[:-1], lengths), np.repeat(edges[1:], lengths), edges]
+
+
+def _packing(edges: list[int], limits: list[Tensor], device: torch.device) -> Packing:
+    bounds = tuple(itertools.pairwise(edges))
+    if prepare(device):
+        first_T, last_T = (limit.to(torch.int32) for limit in limits[:2])
+        return Packing(bounds=bounds, first_T=first_T, last_T=last_T)
+    offsets = limits[2].to(torch.int32) if device.type == "cuda" else None
+    return Packing(bounds=bounds, offsets=offsets)

@@ -6,6 +6,8 @@ Shape letters: B rows, T tokens, S scored positions, D hidden, V vocabulary.
 import contextlib
 import math
 from collections.abc import Generator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +17,8 @@ from transformers import PreTrainedModel
 from pippin.data.batches import Batch
 from pippin.engines import StepResult, Weights
 from pippin.engines.torch.body import find_head, hidden_states
+from pippin.engines.torch.compiled import compile_layers, decoder_layers, wake_autograd
+from pippin.engines.torch.float8 import freeze_in_float8
 from pippin.engines.torch.fused import fuse
 from pippin.engines.torch.loss import head_loss, logits_loss
 from pippin.engines.torch.optimizer import Optimizer
@@ -50,9 +54,13 @@ class TorchTrainer:
         network.requires_grad_(False)
         for parameter in trainable.values():
             parameter.requires_grad_(True)
-        fuse(network)
+        if train.frozen_dtype == "float8":
+            self.notices += (freeze_in_float8(decoder_layers(network), network.device),)
         if train.gradient_checkpointing:
             _checkpoint_activations(network)
+        self.compiled = self._compile()
+        if not self.compiled:
+            fuse(network)
         self.optimizer = Optimizer(trainable, train, _waits)
 
     def step(self, batches: Sequence[Batch], learning_rate: float) -> StepResult:
@@ -63,19 +71,38 @@ class TorchTrainer:
         with _seeded(self.seed, self.steps, self.network.device):
             losses = [self._backward(batch) for batch in batches]
         self.steps += 1
-        loss_sum, norm = _to_host(torch.stack(losses).sum(), self.optimizer.grad_norm())
-        norm /= tokens
-        if math.isfinite(loss_sum) and math.isfinite(norm):
-            self.optimizer.update(learning_rate, self._clip(norm) / tokens)
+        found = torch.stack(losses).sum(), self.optimizer.grad_norm() / tokens
+        loss_sum, norm = self._update(found, learning_rate, tokens)
+        return StepResult(loss_sum=loss_sum, tokens=tokens, grad_norm=norm)
+
+    def _update(
+        self, found: tuple[Tensor, Tensor], learning_rate: float, tokens: int
+    ) -> list[float]:
+        """Summed loss and gradient norm; no update where one is not finite.
+
+        On CUDA the update is sent off before the host reads them: the device need not wait.
+        """
+        factor = self._clip(found[1]) / tokens
+        if self.network.device.type == "cuda":
+            broken = (~torch.stack([x.isfinite() for x in found]).all()).float()
+            self.optimizer.update(learning_rate, factor, broken)
+            values = _to_host(*found)
+            if not all(map(math.isfinite, values)):
+                self.optimizer.take_back()
+            return values
+        values = _to_host(*found)
+        if all(map(math.isfinite, values)):
+            self.optimizer.update(learning_rate, factor)
         else:
             self.optimizer.drop_gradients()
-        return StepResult(loss_sum=loss_sum, tokens=tokens, grad_norm=norm)
+        return values
 
     @torch.no_grad()
     def loss(self, batch: Batch) -> tuple[float, int]:
         """Summed loss in nats and count of scored tokens; no gradient, dropout off."""
         self.network.eval()
-        return self._loss(batch).item(), batch.scored_tokens
+        with _eager(self.compiled):
+            return self._loss(batch).item(), batch.scored_tokens
 
     def weights(self) -> Weights:
         """The trainable tensors in float32 on the host, by checkpoint name."""
@@ -91,9 +118,23 @@ class TorchTrainer:
         self.optimizer.restore(state)
         self.steps = int(state["steps"][0])
 
+    def _compile(self) -> bool:
+        """Whether the layers run as compiled code, for micro-batches of the recipe's shape."""
+        if self.network.device.type != "cuda":
+            return False
+        wake_autograd(self.network.device)
+        fault = compile_layers(self.network, self.ability.layout, self.train)
+        if fault:
+            self.notices += (f"layers are not compiled, which is slower: {fault}",)
+        return fault is None
+
     def _backward(self, batch: Batch) -> Tensor:
-        loss = self._loss(batch)
-        loss.backward()
+        if self.compiled:
+            batch = _filled(batch, self.train)
+        plain = batch.tokens_BT.shape != (self.train.batch_rows, self.train.row_tokens)
+        with _eager(self.compiled and plain):
+            loss = self._loss(batch)
+            loss.backward()
         return loss.detach()
 
     def _loss(self, batch: Batch) -> Tensor:
@@ -110,9 +151,9 @@ class TorchTrainer:
         out = self.network(input_ids=rows.tokens_BT, use_cache=False, **rows.extra)
         return logits_loss(out.logits.flatten(0, 1).index_select(0, rows.index_S), rows.targets_S)
 
-    def _clip(self, norm: float) -> float:
+    def _clip(self, norm: Tensor) -> Tensor:
         limit = self.train.max_grad_norm
-        return min(1.0, limit / (norm + 1e-6)) if limit else 1.0
+        return (limit / (norm + 1e-6)).clamp(max=1.0) if limit else torch.ones_like(norm)
 
     def _refuse_long(self, batch: Batch) -> None:
         longest = int(batch.positions_BT.max()) + 1
@@ -141,6 +182,21 @@ def _checkpoint_activations(network: PreTrainedModel) -> None:
     names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
     enable = next(getattr(network, name) for name in names if hasattr(network, name))
     enable({"use_reentrant": False})
+
+
+def _filled(batch: Batch, train: Train) -> Batch:
+    """The last micro-batch of an epoch gets empty rows: compiled code is made for one shape."""
+    missing = train.batch_rows - len(batch.tokens_BT)
+    if missing <= 0 or batch.tokens_BT.shape[1] != train.row_tokens:
+        return batch
+    names = ("tokens_BT", "positions_BT", "segments_BT", "scored_BT")
+    rows = ((0, missing), (0, 0))
+    return replace(batch, **{name: np.pad(getattr(batch, name), rows) for name in names})
+
+
+def _eager(wanted: bool) -> contextlib.AbstractContextManager[Any]:
+    """Compiled layers run uncompiled inside: another shape would be compiled anew."""
+    return torch.compiler.set_stance("force_eager") if wanted else contextlib.nullcontext()
 
 
 def _to_host(*scalars: Tensor) -> list[float]:

@@ -1,0 +1,151 @@
+"""The kernels as functions of tensors, and as operators that torch.compile takes as they are.
+
+Shape letters: B 1, H heads, K kv heads, T tokens, C head channels, S positions, V vocabulary.
+"""
+
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pippin.engines.torch import kernels
+
+LOG2E = math.log2(math.e)
+SCHEMA = (
+    "Tensor q, Tensor k, Tensor v, Tensor first, Tensor last, float scale, int window, int channels"
+)
+
+
+@functools.cache
+def register() -> None:
+    """Make `torch.ops.pippin.attend` known: packed attention with its backward."""
+    forward = torch.library.custom_op(
+        "pippin::attend", _attend, mutates_args=(), schema=f"({SCHEMA}) -> (Tensor, Tensor)"
+    )
+    forward.register_fake(lambda q, *rest: (_like_out(q, rest[-1]), _row_sums(q)))
+    forward.register_autograd(_backward, setup_context=_save)
+    backward = torch.library.custom_op(
+        "pippin::attend_backward",
+        _attend_backward,
+        mutates_args=(),
+        schema=f"(Tensor grad, Tensor out, Tensor lse, {SCHEMA}) -> (Tensor, Tensor, Tensor)",
+    )
+    backward.register_fake(lambda grad, out, lse, q, k, v, *_: tuple(map(_like_input, (q, k, v))))
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
+    """(1, H, T, C), (1, K, T, C) -> (1, T, H, channels).
+
+    `rest` is first_T, last_T, scale, window, channels. `first_T` and `last_T` int32 tell for every
+    token where its sample begins and ends; a token sees itself and the `window - 1` before it. The
+    C channels may end in zeros, which the result leaves out.
+    """
+    return torch.ops.pippin.attend(query, key, value, *rest)[0]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.scale, ctx.window, ctx.channels = inputs
+    ctx.save_for_backward(*output, *tensors)
+
+
+def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
+    operator = torch.ops.pippin.attend_backward
+    grads = operator(grad, *ctx.saved_tensors, ctx.scale, ctx.window, ctx.channels)
+    return (*grads, None, None, None, None, None)
+
+
+def _attend(*inputs: Any) -> tuple[Tensor, Tensor]:
+    q, k, v, first, _, scale, window, channels = inputs
+    out, lse = _like_out(q, channels), _row_sums(q)
+    constants = _constants((q, k, v), out)
+    strides = [s // constants["UNIT"] for x in (q, k, v) for s in _strides(x)]
+    strides += [out.stride(i) // constants["PART"] for i in (1, 2)]
+    tile = _tiles(q)["forward"]
+    kernels.attention[(-(-q.shape[2] // tile["M"]), q.shape[1])](
+        q, k, v, out, lse, first, *strides,
+        q.shape[2], window, scale * LOG2E, **constants, **tile,
+    )  # fmt: skip
+    return out, lse
+
+
+def _attend_backward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    grad, out, lse, q, k, v, first, last, scale, window, channels = inputs
+    grad = torch.nn.functional.pad(grad, (0, q.shape[3] - channels)).contiguous()
+    dq, dk, dv = map(_like_input, (q, k, v))
+    delta, length = torch.empty_like(lse), q.shape[2]
+    operands = (q, k, v, grad.transpose(1, 2), dq, dk, dv)
+    constants = _constants(operands, out)
+    q_s, k_s, v_s, do_s, dq_s, dk_s, dv_s = (
+        [s // constants["UNIT"] for s in _strides(x)] for x in operands
+    )
+    out_s = [out.stride(i) // constants["PART"] for i in (1, 2)]
+    numbers = (length, window, scale * LOG2E, scale)
+    tile = _tiles(q)["dq"]
+    kernels.attention_dq[(-(-length // tile["M"]), q.shape[1])](
+        q, k, v, out, lse, first, grad, dq, delta,
+        *q_s, *k_s, *v_s, *out_s, *do_s, *dq_s, *numbers, **constants, **tile,
+    )  # fmt: skip
+    tile = _tiles(q)["dkv"]
+    kernels.attention_dkv[(-(-length // tile["N"]), k.shape[1])](
+        q, k, v, lse, delta, first, last, grad, dk, dv,
+        *q_s, *k_s, *v_s, *do_s, *dk_s, *dv_s, *numbers, **constants, **tile,
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+def _strides(x: Tensor) -> tuple[int, int]:
+    """Of tokens and of heads, in (1, H, T, C)."""
+    assert x.stride(3) == 1, "head channels lie next to each other"
+    return x.stride(2), x.stride(1)
+
+
+def _constants(operands: tuple[Tensor, ...], out: Tensor) -> dict[str, Any]:
+    q, k = operands[:2]
+    channels = q.shape[3]
+    return {
+        "GROUPS": q.shape[1] // k.shape[1],
+        "C": channels,
+        "WIDTH": max(16, 1 << (channels - 1).bit_length()),
+        "UNIT": math.gcd(8, *(s for x in operands for s in _strides(x))),
+        "OUT": out.shape[3],
+        "PART": math.gcd(8, out.stride(1), out.stride(2)),
+        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+    }
+
+
+def _tiles(q: Tensor) -> dict[str, dict[str, int]]:
+    """Rows and keys of a tile, warps and pipeline stages, by kernel."""
+    if q.dtype == torch.float32 or q.shape[3] > 128:
+        small = {"M": 32, "N": 32, "num_warps": 4, "num_stages": 1}
+        return {"forward": small, "dq": small, "dkv": small}
+    return {
+        "forward": {"M": 64, "N": 64, "num_warps": 4, "num_stages": 2},
+        "dq": {"M": 64, "N": 32, "num_warps": 4, "num_stages": 3},
+        "dkv": {"M": 64, "N": 64, "num_warps": 4, "num_stages": 1},
+    }
+
+
+def _like_out(q: Tensor, channels: int) -> Tensor:
+    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], channels)
+
+
+def _row_sums(q: Tensor) -> Tensor:
+    return q.new_empty(q.shape[1], q.shape[2], dtype=torch.float32)
+
+
+def _like_input(x: Tensor) -> Tensor:
+    return _like_out(x, x.shape[3]).transpose(1, 2)
+
+
+def row_losses(
+    products_SV: Tensor, targets_S: Tensor, scale: float, softcap: float | None, *, wanted: bool
+) -> Tensor:
+    """(S,) float32 losses in nats; where `wanted`, the products become their gradient in place."""
+    losses_S = torch.empty(len(products_SV), dtype=torch.float32, device=products_SV.device)
+    kernels.cross_entropy[(len(products_SV),)](
+        products_SV, targets_S, losses_S, products_SV.shape[1], products_SV.stride(0),
+        scale, softcap or 1.0, CAPPED=softcap is not None, WANTED=wanted, BLOCK=4096, num_warps=8,
+    )  # fmt: skip
+    return losses_S
