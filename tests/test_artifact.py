@@ -346,3 +346,10 @@ def test_what_a_disk_refuses_becomes_an_error_for_people(tmp_path: Path, code: i
 def test_other_errors_stay_what_they_are(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError), disk.disk_errors(tmp_path):
         (tmp_path / "missing").read_text()
+
+
+def test_a_small_file_that_somebody_edited_is_no_longer_what_was_made(tmp_path: Path) -> None:
+    write(tmp_path / "train", "x")
+    (tmp_path / "train" / "a.txt").write_text("y")
+    (found,) = artifact.differences(tmp_path / "train", origin()) or []
+    assert found == "file a.txt has other contents than were written"

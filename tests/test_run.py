@@ -1,5 +1,6 @@
 """Walking a plan: what is skipped, refused and made again; gates, locks, single verbs."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pippin import run as running
-from pippin.errors import GateError, PippinError
+from pippin.errors import GateError, PippinError, UsageError
 from pippin.events import Finished, Notice
 from pippin.plan import make_plan
 from pippin.recipe import Gate
@@ -202,3 +203,26 @@ def test_read_only_out(recipe, tmp_path):
             walk(recipe)
     finally:
         tmp_path.chmod(0o700)
+
+
+def test_redo_of_a_stage_that_the_verb_does_not_make_is_refused(recipe):
+    walk(recipe)
+    with pytest.raises(UsageError, match="--redo train is not for `pippin quantize`"):
+        walk(recipe, only="quantize", redo=("train",))
+    assert walk(recipe, only="quantize", redo=("all",))[0] == ["quantize"]
+
+
+def test_no_report_of_a_run_that_never_was(recipe):
+    with pytest.raises(PippinError, match="there is no run in"):
+        running.report(make_plan(recipe, MACHINE))
+
+
+def test_a_key_that_came_with_an_upgrade_leaves_finished_stages_finished(recipe):
+    walk(recipe)
+    path = Path(recipe.out) / "train" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["settings"]["train.beta2"]
+    path.write_text(json.dumps(manifest))
+    assert walk(recipe)[0] == []
+    with pytest.raises(PippinError, match=r"train\.beta2 0\.999 -> 0\.5"):
+        walk(change(recipe, train={"beta2": 0.5}))

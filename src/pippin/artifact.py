@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,21 @@ from pippin import __version__, disk
 from pippin.errors import PippinError
 
 MANIFEST = "manifest.json"
+READ_AGAIN = 2**20  # bytes up to which a finished stage's files are read again
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origin:
-    """What a stage is made from: digests of its inputs, its slice of the recipe, versions."""
+    """What a stage is made from: digests of its inputs, its slice of the recipe, versions.
+
+    `defaults` of settings stand for those that an older version did not know.
+    """
 
     stage: str
     inputs: dict[str, str]
     settings: dict[str, Any]
     versions: dict[str, str]
+    defaults: dict[str, Any] = field(default_factory=dict)
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
@@ -38,7 +43,8 @@ def differences(folder: Path, origin: Origin) -> list[str] | None:
     """Why the folder does not stand for `origin`; [] when it does, None when nothing is there.
 
     A changed input reads `input NAME`. Versions may differ: a finished stage stays finished after
-    an upgrade. A file that is missing or has another size counts; contents are not read again.
+    an upgrade. A file that is missing or has another size counts, and so does a small one with
+    other contents: those people edit. Weights are not read again.
     """
     disk.recover(folder)
     manifest = read_manifest(folder)
@@ -50,6 +56,8 @@ def differences(folder: Path, origin: Origin) -> list[str] | None:
 def origin_differences(made: dict[str, Any], origin: Origin) -> list[str]:
     """What differs between the origin in a manifest (or a checkpoint's record) and `origin`."""
     old, new = _flat(made.get("settings", {})), _flat(_plain(origin.settings))
+    known = {name: value for name, value in origin.defaults.items() if name in new}
+    old = _plain(known) | old
     stage = [] if made.get("stage") == origin.stage else [f"stage {made.get('stage')}"]
     inputs = [f"input {name}" for name in _changed(made.get("inputs", {}), origin.inputs)]
     settings = [f"{name} {old.get(name)!r} -> {new.get(name)!r}" for name in _changed(old, new)]
@@ -148,7 +156,13 @@ def _damage(folder: Path, files: dict[str, Any]) -> list[str]:
         for name, made in files.items()
         if name in found and found[name] != made["bytes"]
     ]
-    return missing + resized
+    small = (name for name, size in found.items() if name in files and size <= READ_AGAIN)
+    altered = [
+        f"file {name} has other contents than were written"
+        for name in small
+        if found[name] == files[name]["bytes"] and _sha256(folder / name) != files[name]["sha256"]
+    ]
+    return missing + resized + altered
 
 
 def _sha256(path: Path) -> str:

@@ -1,6 +1,8 @@
 """The commands of the command line: parse, call, hand to the console."""
 
 import difflib
+import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,6 +111,16 @@ _REDO = click.option(
 )
 
 
+class _Real(click.FloatRange):
+    """A number of a range; NaN is in none, though no comparison says so."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a finite number.", param, ctx)
+        return number
+
+
 def _figure(name: str, default: float, kind: click.ParamType, text: str) -> Callable[..., Any]:
     return click.option(
         f"--{name}", default=default, show_default=True, type=kind, metavar="N", help=text
@@ -117,8 +129,8 @@ def _figure(name: str, default: float, kind: click.ParamType, text: str) -> Call
 
 _SPEAKING = (
     _figure("max-tokens", 256, click.IntRange(1), "longest answer"),
-    _figure("temperature", 0.0, click.FloatRange(0), "0 is greedy"),
-    _figure("top-p", 1.0, click.FloatRange(0, 1), "draw from the likeliest tokens of this share"),
+    _figure("temperature", 0.0, _Real(0), "0 is greedy"),
+    _figure("top-p", 1.0, _Real(0, 1), "draw from the likeliest tokens of this share"),
     _figure("seed", 0, click.IntRange(0), "drawing follows from it"),
     click.option(
         "--base", type=PATH, metavar="PATH", help="the model under an adapter that stands alone"
@@ -217,6 +229,7 @@ def generate(what: Path, prompt: str, **options: Any) -> None:
 
     console = Console()
     speaker, sampling = _speaker(what, console, options)
+    prompt = os.fsencode(prompt).decode(errors="replace")
     for piece in speaker.say(prompt, sampling):
         console.text(piece, end="")
     console.text("")
@@ -229,6 +242,8 @@ def generate(what: Path, prompt: str, **options: Any) -> None:
 def chat(what: Path, system: str | None, **options: Any) -> None:
     """Talk until the input ends."""
     from pippin.console import Console
+    from pippin.errors import DataError
+    from pippin.events import Notice
     from pippin.stages.generate import Conversation
 
     console = Console()
@@ -236,8 +251,14 @@ def chat(what: Path, system: str | None, **options: Any) -> None:
     messages = [{"role": "system", "content": system}] if system else []
     talk = Conversation(speaker=speaker, sampling=sampling, messages=messages)
     for said in console.questions():
-        for piece in talk.ask(said):
-            console.text(piece, end="")
+        try:
+            for piece in talk.ask(said):
+                console.text(piece, end="")
+        except DataError as error:
+            # One question that does not fit ends no conversation, but a script must hear of it.
+            if not console.asks:
+                raise
+            console.notice(Notice(stage="chat", text=f"{error.message}; {error.hint}"))
         console.text("")
 
 

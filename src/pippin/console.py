@@ -74,10 +74,20 @@ class Console:
         self.out.print(text, end=end, soft_wrap=True)
         self.out.file.flush()
 
+    @property
+    def asks(self) -> bool:
+        """Whether somebody sits at the keyboard."""
+        return sys.stdin.isatty()
+
     def questions(self) -> Iterator[str]:
-        """Lines from the keyboard, after a prompt on stderr, or from a pipe."""
+        """Lines from the keyboard, after a prompt on stderr, or from a pipe.
+
+        Bytes that are no text come as the sign for a character that is not known.
+        """
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="replace")
         while True:
-            if sys.stdin.isatty():
+            if self.asks:
                 self.err.print("> ", end="", style="bold")
             line = sys.stdin.readline()
             if not line or line.strip() in ("/exit", "/quit"):

@@ -9,7 +9,7 @@ from typing import Any
 from pippin import artifact
 from pippin.artifact import Origin
 from pippin.data.dataset import data_digest
-from pippin.errors import GateError, PippinError
+from pippin.errors import GateError, PippinError, UsageError
 from pippin.events import Event, Finished, Notice
 from pippin.job import Job
 from pippin.lock import locked
@@ -17,7 +17,7 @@ from pippin.plan import Plan, make_plan
 from pippin.stages import checkpoints
 from pippin.stages.evaluate import read_scores
 from pippin.stages.gates import check_gates
-from pippin.steps import Step
+from pippin.steps import Step, defaults
 from pippin.targets import check_recipe
 from pippin.versions import versions
 
@@ -52,6 +52,8 @@ def report(plan: Plan) -> Path:
     """Write report.html from what the run has made so far; the page's path."""
     from pippin.report import write_report
 
+    if not plan.folder.is_dir():
+        raise PippinError(f"there is no run in {plan.folder} yet", "`pippin run RECIPE` first")
     return write_report(plan.folder, plan.recipe.name, plan.recipe)
 
 
@@ -72,6 +74,12 @@ class _Walk:
         steps = [step for step in self.plan.steps if step.stage == stage]
         if not steps:
             raise PippinError(f"this recipe has no {stage} stage", "look at `pippin plan RECIPE`")
+        if others := sorted(self.redo - {"fetch", stage, "all"}):
+            raise UsageError(
+                f"--redo {others[0]} is not for `pippin {stage}`, which makes that stage alone",
+                f"`pippin {others[0]} RECIPE --redo {others[0]}`, or `pippin run RECIPE --redo "
+                f"{others[0]}`",
+            )
         yield from self.fetch()
         for step in steps:
             missing = self.missing(step)
@@ -190,7 +198,13 @@ class _Walk:
         inputs = {role: self.digest(folder) for role, folder in step.inputs.items()}
         if step.reads_data:
             inputs["data"] = self.data_digest()
-        return Origin(stage=step.stage, inputs=inputs, settings=step.settings, versions=versions())
+        return Origin(
+            stage=step.stage,
+            inputs=inputs,
+            settings=step.settings,
+            versions=versions(),
+            defaults=defaults(),
+        )
 
     def digest(self, folder: Path) -> str:
         """A parent's digest; every folder is read once in a run."""

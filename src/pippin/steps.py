@@ -1,13 +1,13 @@
 """The steps of a recipe in order: their folders, and what each is made from."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from pippin.model.source import locate
 from pippin.quantizers import CALIBRATED
-from pippin.recipe import Recipe
+from pippin.recipe import TABLES, Recipe
 
 # Keys that never change what a stage makes: how often work is saved, how memory is spared, when to
 # give up. Changing them must not throw a finished training away. Gates are in no slice at all: they
@@ -71,6 +71,13 @@ def settings(recipe: Recipe, *tables: str) -> dict[str, Any]:
     named = {table: getattr(recipe, table) for table in tables}
     keys = ((t, f.name) for t, values in named.items() for f in fields(values))
     return {f"{t}.{k}": getattr(named[t], k) for t, k in keys if f"{t}.{k}" not in HARMLESS}
+
+
+def defaults() -> dict[str, Any]:
+    """`table.key` -> default for all keys that have one."""
+    tables: dict[str, Any] = TABLES
+    keys = ((table, f) for table, kind in tables.items() for f in fields(kind))
+    return {f"{table}.{f.name}": f.default for table, f in keys if f.default is not MISSING}
 
 
 def _fetch(recipe: Recipe, model: Path) -> Step:

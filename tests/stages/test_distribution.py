@@ -124,3 +124,10 @@ def test_other_rows_are_refused_with_both_numbers(tmp_path, change):
 def test_a_folder_without_an_evaluation_is_named(tmp_path):
     with pytest.raises(PippinError, match="holds no evaluation"):
         load(tmp_path)
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    (tmp_path / "topk.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0nonsense")
+    with pytest.raises(PippinError, match=r"topk\.safetensors is damaged") as caught:
+        load(tmp_path)
+    assert "--redo evaluate" in caught.value.hint

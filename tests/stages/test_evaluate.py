@@ -21,7 +21,7 @@ from pippin.recipe import Data, Deploy, Evaluate, Gate, Gates, Model, Recipe
 from pippin.stages import evaluate as module
 from pippin.stages import exam, loading
 from pippin.stages.evaluate import evaluate
-from pippin.stages.exam import read_exam
+from pippin.stages.exam import read_exam, within
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 END = len(ALPHABET)
@@ -390,3 +390,37 @@ def test_a_context_too_short_for_every_row_is_an_error(world, monkeypatch):
 
 def test_scores_that_are_not_there_are_none(tmp_path):
     assert module.read_scores(tmp_path) is None
+
+
+def test_rows_longer_than_the_models_positions_are_refused_with_both_numbers(world):
+    with pytest.raises(DataError, match="longer than the model's 64 positions; the longest has 9"):
+        within(replace_sample(world, 90), world.recipe, 64)
+
+
+def replace_sample(world, length):
+    read = read_exam(world.recipe, load_tokenizer(world.model))
+    long = replace(
+        read.samples[0], tokens=np.zeros(length, np.int32), scored=np.ones(length, np.bool_)
+    )
+    return replace(read, samples=[long])
+
+
+def test_questions_that_were_dropped_as_rows_are_not_asked_and_that_is_said(world):
+    read = read_exam(world.recipe, load_tokenizer(world.model))
+    giant = replace(read.questions[0], prompt_T=np.zeros(1025, np.int32))
+    asked = within(replace(read, questions=[giant, *read.questions]), world.recipe, None)
+    assert asked.questions == read.questions
+    assert asked.notices[-1] == "1 held-out questions are longer than 1024 tokens: not asked"
+    narrow = within(replace(read, prompts=[giant]), world.recipe, 64)
+    assert narrow.prompts == []
+    assert "prompts are longer than the model's 64 tokens" in narrow.notices[-1]
+
+
+def test_answers_end_where_the_model_does(world, monkeypatch):
+    limits = []
+    generate = Table.generate
+    monkeypatch.setattr(
+        Table, "generate", lambda self, p, s: limits.append(s.max_tokens) or generate(self, p, s)
+    )
+    world.measure("base", evaluate=replace(world.recipe.evaluate, max_tokens=10_000))
+    assert max(limits) < 64

@@ -52,3 +52,10 @@ def test_every_target_shares_the_deployed_gate_and_the_base_has_none():
     with pytest.raises(GateError, match="deployed-executorch: top-1"):
         check_gates("deployed-executorch", SCORES, gates)
     check_gates("base", SCORES, gates)
+
+
+def test_figures_that_round_to_their_limit_are_written_out():
+    assert missed({"kl": 2.1e-12}, Gate(max_kl=0.0)) == ["KL 2.1e-12 > max_kl 0.0"]
+    assert missed({"top1": 0.98996}, Gate(min_top1=0.99)) == [
+        "top-1 agreement 0.98996 < min_top1 0.99"
+    ]

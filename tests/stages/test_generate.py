@@ -13,8 +13,9 @@ from transformers import PreTrainedTokenizerFast
 from pippin.artifact import Origin, writing
 from pippin.engines import Sampling
 from pippin.errors import DataError, ModelError
+from pippin.model.adapter import Base, save_adapter
 from pippin.model.tokenizer import load_tokenizer
-from pippin.recipe import Data, Model, Recipe
+from pippin.recipe import Data, Lora, Model, Recipe
 from pippin.stages import loading
 from pippin.stages.generate import Conversation, Speaker, load_speaker
 from pippin.stages.newest import find
@@ -261,3 +262,32 @@ def test_prompts_are_int32(tmp_path):
     speaker, _ = make_speaker(tmp_path)
     list(speaker.say([{"role": "user", "content": "hi"}], Sampling(max_tokens=1)))
     assert speaker.scorer.asked[-1][0].dtype == np.int32
+
+
+def test_a_short_context_has_room_for_a_question_whatever_the_longest_answer(tmp_path):
+    speaker, heard = make_speaker(tmp_path, says="yes", context=24)
+    talk = Conversation(speaker=speaker, sampling=Sampling(max_tokens=256), messages=[])
+    assert "".join(talk.ask("one?")) == "yes"
+    assert "the answer ends after" in heard[0]
+
+
+def test_an_adapter_of_another_base_does_not_speak(tmp_path):
+    base, adapter = write_model(tmp_path / "base"), tmp_path / "adapter"
+    pair = {"l.lora_A.weight": np.ones((1, 2), np.float32), "l.lora_B.weight": np.ones((2, 1), "f")}
+    adapter.mkdir()
+    save_adapter(adapter, Lora(rank=1), pair, Base(name="another", digest="0" * 64))
+    with pytest.raises(ModelError, match="trained on another"):
+        load_speaker(adapter, print, base=base)
+
+
+def test_an_adapters_broken_config_is_named(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"adapter_config\.json is no PEFT configuration"):
+        find(tmp_path)
+
+
+@pytest.mark.parametrize("source", ["builtin:smollm2", "model.gguf", "owner/name"])
+def test_a_source_that_is_no_folder_is_sent_to_a_recipe(tmp_path, source):
+    with pytest.raises(ModelError, match="is no folder") as caught:
+        find(tmp_path / source)
+    assert "model.source" in caught.value.hint

@@ -292,3 +292,17 @@ def test_reader_that_goes_away(made):
         ["bash", "-c", script], capture_output=True, text=True, cwd=made, check=False
     )
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("option", [("--temperature", "nan"), ("--top-p", "nan")])
+def test_a_figure_that_is_no_number(place, fails, option):
+    error, _ = fails("generate", "tiny.toml", "1 =", *option, code=2)
+    assert "not a finite number" in error
+
+
+def test_bytes_that_are_no_text_are_asked_all_the_same(made):
+    command = [sys.executable, "-m", "pippin", "generate", "model", b"\xff ="]
+    done = subprocess.run(
+        [*command, "--max-tokens", "2"], cwd=made, capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

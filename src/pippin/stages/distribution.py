@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from pippin.data.batches import Sample
@@ -68,10 +69,18 @@ def save(folder: Path, distribution: Distribution) -> None:
 
 
 def load(folder: Path) -> Distribution:
-    """The distribution an evaluation left in its folder. Raises PippinError where there is none."""
+    """The distribution an evaluation left in its folder.
+
+    Raises PippinError where there is none, or it is damaged.
+    """
     if not (folder / FILE).is_file():
         raise PippinError(f"{folder} holds no evaluation", "evaluate again: --redo evaluate")
-    return Distribution(**load_file(folder / FILE))
+    try:
+        return Distribution(**load_file(folder / FILE))
+    except (SafetensorError, TypeError, ValueError) as error:
+        raise PippinError(
+            f"{folder / FILE} is damaged: {error}", "evaluate again: --redo evaluate"
+        ) from error
 
 
 def load_for(folder: Path, samples: Sequence[Sample]) -> Distribution:

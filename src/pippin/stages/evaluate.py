@@ -15,9 +15,9 @@ from pippin.job import Job
 from pippin.model.tokenizer import Tokenizer, load_tokenizer
 from pippin.stages import distribution
 from pippin.stages.answering import answer_all, compare, exact_match
-from pippin.stages.exam import Asked, Exam, read_exam, shorten
+from pippin.stages.exam import Asked, Exam, read_exam, shorten, within
 from pippin.stages.gates import check_gates, gate_of, limits
-from pippin.stages.loading import load_scorer
+from pippin.stages.loading import context_of, load_scorer
 from pippin.stages.scoring import Scored, Sheet, groups
 from pippin.stages.shipped import measure_shipped
 
@@ -58,7 +58,7 @@ def read_scores(folder: Path) -> dict[str, Any] | None:
 def _exam(job: Job, tokenizer: Tokenizer) -> Exam:
     exam = read_exam(job.recipe, tokenizer)
     if "bundle" not in job.inputs:
-        return exam
+        return within(exam, job.recipe, context_of(job.inputs))
     return shorten(exam, job.recipe)
 
 
@@ -159,8 +159,11 @@ class _Sitting:
         }
 
     def _greedy(self, asked: Sequence[Asked], limit: int) -> Generator[Event, None, list[str]]:
-        sampling = Sampling(max_tokens=limit, stop=self.tokenizer.stop_ids)
         prompts, texts = [one.prompt_T for one in asked], [""] * len(asked)
+        context = context_of(self.job.inputs)
+        if context is not None and prompts:
+            limit = min(limit, context - max(map(len, prompts)))
+        sampling = Sampling(max_tokens=limit, stop=self.tokenizer.stop_ids)
         rows = self.job.recipe.evaluate.batch_rows
         for answers in answer_all(self.scorer, prompts, sampling, rows):
             for index, ids in answers.items():

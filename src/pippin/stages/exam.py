@@ -3,7 +3,7 @@
 Shape letters: T tokens.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pippin.data.batches import Sample
@@ -125,6 +125,37 @@ def shorten(exam: Exam, recipe: Recipe) -> Exam:
     if left := len(exam.questions) + len(exam.prompts) - len(questions) - len(prompts):
         notices.append(f"deploy.context = {context} is too short for {left} questions: not asked")
     return Exam(samples=samples, questions=questions, prompts=prompts, notices=notices)
+
+
+def within(exam: Exam, recipe: Recipe, context: int | None) -> Exam:
+    """The exam without questions and prompts that a model of `context` tokens cannot be asked.
+
+    A question longer than `data.max_seq_len` is left out as its row is. Raises DataError where a
+    row to score is longer than the context.
+    """
+    refuse_beyond(exam.samples, context)
+    limit = recipe.data.max_seq_len
+    room = limit if context is None else min(limit, context - 1)
+    questions = _fitting(exam.questions, room)
+    prompts = exam.prompts if context is None else _fitting(exam.prompts, context - 1)
+    notices = list(exam.notices)
+    if left := len(exam.questions) - len(questions):
+        notices.append(f"{left} held-out questions are longer than {room} tokens: not asked")
+    if left := len(exam.prompts) - len(prompts):
+        notices.append(f"{left} prompts are longer than the model's {context} tokens: not asked")
+    return replace(exam, questions=questions, prompts=prompts, notices=notices)
+
+
+def refuse_beyond(samples: list[Sample], context: int | None) -> None:
+    """Raise DataError where samples are longer than a model's positions."""
+    longest = max((len(sample.tokens) for sample in samples), default=0)
+    if context is not None and longest > context:
+        count = sum(len(sample.tokens) > context for sample in samples)
+        raise DataError(
+            f"{count} of {len(samples)} samples are longer than the model's {context} positions; "
+            f"the longest has {longest} tokens",
+            f'set data.max_seq_len = {context}, and data.too_long = "cut" or "drop"',
+        )
 
 
 def _affordable(samples: list[Sample], context: int, budget: int) -> list[Sample]:

@@ -1,5 +1,6 @@
 """The limits a recipe sets for a measured stage, and what to do where one is missed."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
@@ -56,7 +57,13 @@ def _missed(scores: Mapping[str, Any], limit: str, bound: float) -> str | None:
     # Written so that a NaN misses every limit.
     kept = value <= bound if limit.startswith("max") else value >= bound
     sign = ">" if limit.startswith("max") else "<"
-    return None if kept else f"{name} {value:.{decimals}f} {sign} {limit} {bound}"
+    return None if kept else f"{name} {_apart(value, bound, decimals)} {sign} {limit} {bound}"
+
+
+def _apart(value: float, bound: float, decimals: int) -> str:
+    """The value with as many decimals as tell it from its bound."""
+    text = f"{value:.{decimals}f}"
+    return text if float(text) != bound or not math.isfinite(value) else f"{value:.6g}"
 
 
 def check_gates(subject: str, scores: Mapping[str, Any], gates: Gates) -> None:

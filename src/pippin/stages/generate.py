@@ -9,13 +9,16 @@ from pathlib import Path
 
 import numpy as np
 
+from pippin import artifact
 from pippin.data.chat import render_prompt
 from pippin.engines import Sampling, Scorer, Tokens
 from pippin.errors import DataError, ModelError
 from pippin.events import Notice
+from pippin.model.adapter import load_adapter
 from pippin.model.tokenizer import Tokenizer, load_tokenizer
 from pippin.recipe import Data, Model, Recipe
 from pippin.stages.loading import context_of, load_scorer
+from pippin.stages.merge import refuse_other_base
 from pippin.stages.newest import find
 from pippin.stages.speech import Detokenizer, Message, fit_messages
 
@@ -61,7 +64,8 @@ class Speaker:
                 "use `pippin generate` with a prompt, or tune an instruct model",
             )
         if self.context is not None:
-            room = self.context - sampling.max_tokens
+            # A long answer must not leave a short context without room for any question.
+            room = self.context - min(sampling.max_tokens, self.context // 2)
             messages = self._trimmed(messages, room)
         return np.array(self._render(messages), np.int32)
 
@@ -125,9 +129,14 @@ def load_speaker(
     """The model in `folder`: a run's, whose furthest stage speaks, or any folder that `find` knows.
 
     `recipe` gives engine, device, dtype and how prompts are rendered; `base` is the model under an
-    adapter, or of a run that has only begun. What speaks is said through `notify`.
+    adapter, or of a run that has only begun. What speaks is said through `notify`. Raises
+    ModelError where nothing speaks, or an adapter was trained on another base.
     """
     found = find(folder, base)
+    if "adapter" in found.inputs:
+        refuse_other_base(
+            load_adapter(found.inputs["adapter"]), artifact.digest(found.inputs["model"])
+        )
     notify(Notice(stage=STAGE, text=f"speaking: {found.title}"))
     model = recipe.model if recipe else Model(source=str(folder))
     return Speaker(

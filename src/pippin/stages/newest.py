@@ -47,6 +47,12 @@ def _newest(run: Path, base: Path | None) -> Found:
             return Found(inputs=find(folder, base).inputs, title=f"{title} {folder}")
     if base is not None and (base / MODEL_FILE).is_file():
         return Found(inputs={"model": base}, title=f"base model {base}")
+    if not run.is_dir():
+        raise ModelError(
+            f"{run} is no folder",
+            "give a recipe or a folder; a hub id, a .gguf file or builtin:smollm2 speaks after "
+            "`pippin run` of a recipe that names it as model.source",
+        )
     raise ModelError(
         f"{run} holds no model",
         "give a recipe, or the folder of a run, a model, an adapter or a deployed bundle",
@@ -64,7 +70,7 @@ def _furthest_first(run: Path) -> Iterator[tuple[str, Path]]:
 
 def _base_of(adapter: Path) -> Path:
     """The base: beside the adapter in its run, or the folder its config names."""
-    named = json.loads((adapter / ADAPTER_FILE).read_text()).get("base_model_name_or_path")
+    named = _named_base(adapter)
     for folder in (adapter.parent / "model", Path(named or "")):
         if (folder / MODEL_FILE).is_file():
             return folder
@@ -72,3 +78,13 @@ def _base_of(adapter: Path) -> Path:
         f"the base {named or '(unnamed)'} of adapter {adapter} is not on this disk",
         "give its folder with --base",
     )
+
+
+def _named_base(adapter: Path) -> str | None:
+    """What the adapter's config calls its base. Raises ModelError where it cannot be read."""
+    try:
+        return json.loads((adapter / ADAPTER_FILE).read_text()).get("base_model_name_or_path")
+    except (ValueError, AttributeError) as error:
+        raise ModelError(
+            f"{adapter / ADAPTER_FILE} is no PEFT configuration: {error}", "save the adapter again"
+        ) from error

@@ -13,8 +13,10 @@ from pippin.data.dataset import load_split
 from pippin.data.shapes import Row
 from pippin.errors import DataError
 from pippin.job import Job
+from pippin.model.config import read_config
 from pippin.model.tokenizer import Tokenizer, load_tokenizer
 from pippin.recipe import Recipe
+from pippin.stages.exam import refuse_beyond
 from pippin.stages.schedule import total_steps
 
 NAMED = 6  # rows that an error lists
@@ -60,9 +62,11 @@ def prepare(job: Job) -> Material:
             f"none of the {len(rows)} training rows can be trained on",
             "`pippin data RECIPE` shows what became of them",
         )
+    positions = read_config(job.inputs["model"]).max_positions
+    refuse_beyond(tokenized.samples, positions)
     plan = BatchPlan(tokenized.samples, recipe.train, recipe.seed)
     total = total_steps(recipe.train, plan.steps_per_epoch)
-    valid, valid_notices = _validation(recipe, tokenizer)
+    valid, valid_notices = _validation(recipe, tokenizer, positions)
     return Material(
         rows=rows,
         samples=tokenized.samples,
@@ -77,13 +81,16 @@ def prepare(job: Job) -> Material:
     )
 
 
-def _validation(recipe: Recipe, tokenizer: Tokenizer) -> tuple[list[Batch], list[str]]:
+def _validation(
+    recipe: Recipe, tokenizer: Tokenizer, positions: int | None
+) -> tuple[list[Batch], list[str]]:
     """Packed as the training rows are: constant shapes, nothing compiled or allocated anew."""
     rows = load_split(recipe.data, recipe.folder, "valid")[: recipe.train.valid_rows]
     tokenized = tokenize(rows, tokenizer, recipe.data)
     notices = [f"validation: {notice}" for notice in tokenized.notices]
     if not tokenized.samples:
         return [], [*notices, "no validation rows: the last weights are kept, not the best"]
+    refuse_beyond(tokenized.samples, positions)
     train = replace(recipe.train, accumulate=1)
     plan = BatchPlan(tokenized.samples, train, recipe.seed)
     batches = [batch for step in range(plan.steps_per_epoch) for batch in plan.batches(step)]
