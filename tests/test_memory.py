@@ -92,6 +92,19 @@ def test_cache():
     assert memory.cache_bytes(config(SMOL), 4, 100, 2) == 2 * 30 * 4 * 100 * 3 * 64 * 2
 
 
+def test_calibration_by_hand():
+    shape = config(SMOL)
+    moments = 4 * 30 * (6 * 576**2 + 1536**2)
+    layer = memory.layer_activations(shape, 2048, 2)
+    weights = 2 * memory.parameters(shape)
+    found = memory.calibrate_bytes(shape, 2, 2048)
+    assert found == weights + moments + layer + 28 * 1536**2
+    wide = config({**SMOL, "intermediate_size": 15360})
+    room = memory.calibrate_bytes(wide, 2, 2048) - 2 * memory.parameters(wide)
+    rest = memory.layer_activations(wide, 2048, 2) + 28 * 15360**2
+    assert room == memory.MOMENTS + rest
+
+
 def test_quantized_size_by_hand():
     shape = config(SMOL)
     layer = sum(i * o for i, o in memory.linear_shapes(shape).values())

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from pippin.engines.torch import moments
+
 pytestmark = pytest.mark.torch
 
 
@@ -26,9 +28,9 @@ def test_moments_equal_sample_by_sample(kind, tiny, engine, samples, pack):
             model.network(torch.tensor(sample[None]).long())
     for handle in handles:
         handle.remove()
-    moments = model.input_moments([pack([samples[:2], samples[2:3]]), pack([samples[3:]])])
-    assert moments.keys() == wanted.keys()
-    for name, moment in moments.items():
+    found = model.input_moments([pack([samples[:2], samples[2:3]]), pack([samples[3:]])])
+    assert found.keys() == wanted.keys()
+    for name, moment in found.items():
         assert moment.dtype == np.float32
         scale = float(wanted[name].abs().max())
         np.testing.assert_allclose(moment, wanted[name].numpy(), atol=1e-5 * scale)
@@ -39,3 +41,13 @@ def test_the_model_still_scores_afterwards(tiny, engine, samples, pack):
     before = model.logprobs(samples[1][None])
     model.input_moments([pack([samples])])
     np.testing.assert_array_equal(model.logprobs(samples[1][None]), before)
+
+
+def test_strips_of_a_wide_input_add_up():
+    x = torch.randn(40, 600, generator=torch.Generator().manual_seed(0))
+    total = torch.zeros(600, 600)
+    for part in x.split(25):
+        moments._add_upper(total, part)
+    whole, wanted = moments._whole(total), (x.double().T @ x.double()).numpy()
+    np.testing.assert_array_equal(whole, whole.T)
+    np.testing.assert_allclose(whole, wanted, rtol=1e-4, atol=1e-4)

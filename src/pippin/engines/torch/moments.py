@@ -15,6 +15,8 @@ from transformers import PreTrainedModel
 from pippin.engines.torch.body import hidden_states
 from pippin.engines.torch.lora import LoraLinear
 from pippin.engines.torch.rows import Rows
+# Rows of X^T X that are multiplied at once, from the diagonal on.
+_STRIP = 256
 
 
 class _Collector:
@@ -38,8 +40,24 @@ class _Collector:
             return
         self._last, self.owner[name] = (x, name), name
         x_ND = x.reshape(-1, x.shape[-1])[self.real_N].float()
-        moment_DD = x_ND.T @ x_ND
-        self.sums[name] = self.sums[name] + moment_DD if name in self.sums else moment_DD
+        if name not in self.sums:
+            width = x_ND.shape[1]
+            self.sums[name] = torch.zeros((width, width), dtype=x_ND.dtype, device=x_ND.device)
+        _add_upper(self.sums[name], x_ND)
+
+
+def _add_upper(sum_DD: Tensor, x_ND: Tensor) -> None:
+    """Add X^T X on and right of the diagonal, in strips of rows: little more than half the work."""
+    for start in range(0, len(sum_DD), _STRIP):
+        strip = slice(start, start + _STRIP)
+        sum_DD[strip, start:].addmm_(x_ND[:, strip].T, x_ND[:, start:])
+
+
+def _whole(sum_DD: Tensor) -> NDArray[np.float32]:
+    """Both triangles, on the host."""
+    sum_DD.triu_()
+    sum_DD += sum_DD.triu(1).T
+    return sum_DD.cpu().numpy()
 
 
 @torch.inference_mode()
@@ -67,5 +85,5 @@ def input_moments(
     finally:
         for handle in handles:
             handle.remove()
-    sums = {name: total.cpu().numpy() for name, total in collector.sums.items()}
+    sums = {name: _whole(total) for name, total in collector.sums.items()}
     return {name: sums[owner] for name, owner in collector.owner.items()}
