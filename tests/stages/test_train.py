@@ -19,7 +19,7 @@ from pippin import artifact
 from pippin.artifact import Origin
 from pippin.data.batches import Batch, Sample
 from pippin.engines import StepResult, Weights
-from pippin.errors import Interrupted, PippinError
+from pippin.errors import DataError, Interrupted, PippinError
 from pippin.events import Event, Finished, Metric, Notice, Progress, Started
 from pippin.job import Job
 from pippin.recipe import Data, Model, Recipe, Train
@@ -130,6 +130,7 @@ def tokenize(rows: Sequence[Any], tokenizer: object, data: Data) -> Any:
 def fakes(monkeypatch: pytest.MonkeyPatch) -> Fakes:
     made = Fakes()
     monkeypatch.setattr(preparing, "load_tokenizer", lambda folder: None)
+    monkeypatch.setattr(preparing, "context_of", lambda inputs: 64)
     monkeypatch.setattr(preparing, "load_split", made.load_split)
     monkeypatch.setattr(preparing, "tokenize", tokenize)
     monkeypatch.setattr(stage, "open_engine", made.open_engine)
@@ -458,3 +459,11 @@ def test_a_disk_that_fills_up_keeps_the_last_checkpoint(small_disk: Path, fakes:
     ballast.unlink()
     assert "going on after update 6" in texts(list(train(job)))
     assert trained(job) == trained(whole)
+
+
+def test_samples_longer_than_the_models_positions_are_refused(
+    fakes: Fakes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preparing, "context_of", lambda inputs: 4)
+    with pytest.raises(DataError, match="longer than the model's 4 positions"):
+        list(stage.train(make_job(tmp_path)))

@@ -13,10 +13,10 @@ from pippin.data.dataset import load_split
 from pippin.data.shapes import Row
 from pippin.errors import DataError
 from pippin.job import Job
-from pippin.model.config import read_config
 from pippin.model.tokenizer import Tokenizer, load_tokenizer
 from pippin.recipe import Recipe
 from pippin.stages.exam import refuse_beyond
+from pippin.stages.loading import context_of
 from pippin.stages.schedule import total_steps
 
 NAMED = 6  # rows that an error lists
@@ -62,7 +62,7 @@ def prepare(job: Job) -> Material:
             f"none of the {len(rows)} training rows can be trained on",
             "`pippin data RECIPE` shows what became of them",
         )
-    positions = read_config(job.inputs["model"]).max_positions
+    positions = context_of(job.inputs)
     refuse_beyond(tokenized.samples, positions)
     plan = BatchPlan(tokenized.samples, recipe.train, recipe.seed)
     total = total_steps(recipe.train, plan.steps_per_epoch)
