@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from pippin.engines.torch.body import hidden_states
 from pippin.engines.torch.lora import LoraLinear
 from pippin.engines.torch.rows import Rows
+
 # Rows of X^T X that are multiplied at once, from the diagonal on.
 _STRIP = 256
 
