@@ -3,7 +3,10 @@
 import json
 from dataclasses import replace
 
+import ml_dtypes
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from pippin.recipe import Quantize
 from pippin.targets import load_target
@@ -20,7 +23,9 @@ GOOD = Quantize(
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    def make(**changes):
+    def make(dtype=ml_dtypes.bfloat16, **changes):
+        linear = {"model.layers.0.self_attn.q_proj.weight": np.zeros((64, 64), dtype)}
+        save_file(linear, tmp_path / "model.safetensors")
         config = {
             "model_type": "llama",
             "num_hidden_layers": 2,
@@ -87,3 +92,12 @@ def test_a_window_that_no_layer_uses_is_no_reason(checkpoint):
     assert load_target("executorch").refusal(GOOD, checkpoint(**unused)) is None
     full = {"model_type": "qwen3", "sliding_window": 64, "layer_types": ["full_attention"] * 2}
     assert load_target("executorch").refusal(GOOD, checkpoint(**full)) is None
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_scales_that_would_be_rounded_are_refused_before_training(checkpoint, dtype):
+    target, folder = load_target("executorch"), checkpoint(dtype=dtype)
+    message, hint = target.refusal(GOOD, folder)
+    assert f"so its scales are {np.dtype(dtype).name}" in message
+    assert "quantize.bits = 8 and quantize.group_size = 0" in hint
+    assert target.refusal(replace(GOOD, bits=8, group_size=0), folder) is None

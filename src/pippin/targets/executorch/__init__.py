@@ -22,7 +22,12 @@ from pippin.events import Event
 from pippin.model.config import read_config
 from pippin.recipe import Quantize
 from pippin.targets import Bundle
-from pippin.targets.executorch.constraint import Refusal, refuse_model, refuse_quantize
+from pippin.targets.executorch.constraint import (
+    Refusal,
+    refuse_model,
+    refuse_quantize,
+    refuse_scales,
+)
 from pippin.targets.executorch.native_log import without_harmless_lines
 
 
@@ -32,7 +37,11 @@ class ExecuTorch:
     def refusal(self, quantize: Quantize, checkpoint: Path) -> Refusal | None:
         """The first reason against deploying such a model, as (message, hint); None for none."""
         tied = read_config(checkpoint).tied_embeddings
-        reasons = [*refuse_model(checkpoint), *refuse_quantize(quantize, tied)]
+        reasons = [
+            *refuse_model(checkpoint),
+            *refuse_quantize(quantize, tied),
+            *refuse_scales(quantize, checkpoint),
+        ]
         return reasons[0] if reasons else None
 
     def write(self, bundle: Bundle) -> Iterator[Event]:

@@ -5,6 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pippin.model import names
+from pippin.model.config import read_config
+from pippin.model.weights import Checkpoint
 from pippin.recipe import Quantize
 
 GROUP_MULTIPLE = 32
@@ -57,6 +60,21 @@ def _refuse_embedding(quantize: Quantize, tied: bool) -> Iterator[Refusal]:
             f"executorch: {which} is an 8-bit linear with one scale a channel, "
             f"not groups of {quantize.embed_group_size}",
             "set quantize.embed_group_size = 0",
+        )
+
+
+def refuse_scales(quantize: Quantize, checkpoint: Path) -> Iterator[Refusal]:
+    """The reason why a 4-bit grid of these weights loses precision: scales have their dtype."""
+    if quantize.bits != 4 or read_config(checkpoint).quantization:
+        return
+    tensors = Checkpoint(checkpoint).tensors
+    linears = (info for name, info in tensors.items() if names.is_linear(name, info.shape))
+    found = {info.dtype.name for info in linears} - {"bfloat16"}
+    if found:
+        yield (
+            f"executorch: XNNPACK stores the scales of 4-bit groups in bfloat16, this model's "
+            f"weights and so its scales are {min(found)}",
+            "start from a bfloat16 model, or set quantize.bits = 8 and quantize.group_size = 0",
         )
 
 
