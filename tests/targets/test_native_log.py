@@ -20,3 +20,11 @@ def test_an_error_inside_keeps_its_words(capfd):
     except RuntimeError:
         pass
     assert capfd.readouterr().err == "why\n"
+
+
+def test_what_libraries_say_while_they_load_is_dropped(capfd):
+    with without_harmless_lines():
+        os.write(
+            2, b"Failed to load x/torchao/_C_mxfp8.so: no\n[cpuinfo_utils.cpp:71] Reading\nkept\n"
+        )
+    assert capfd.readouterr().err == "kept\n"

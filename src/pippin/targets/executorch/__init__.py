@@ -56,7 +56,7 @@ class ExecuTorch:
         with without_harmless_lines():
             from pippin.targets.executorch import writing
 
-        return writing.load(folder)
+            return writing.load(folder)
 
 
 def make_target() -> ExecuTorch:

@@ -19,6 +19,7 @@ from torch import Tensor
 from pippin.engines import Sampling
 from pippin.errors import PippinError
 from pippin.targets.executorch.decoder import Decoder, Weights
+from pippin.targets.executorch.native_log import without_harmless_lines
 from pippin.targets.executorch.runtime import PteModel, log_softmax
 
 # Relative size of the nudge: above float32's own rounding, far below a step of int8.
@@ -82,7 +83,7 @@ def check(model: PteModel, weights: Weights, prompts: Sequence[Sequence[int]]) -
 
 def eager_logits(weights: Weights, tokens: Sequence[int]) -> NDArray[np.float32]:
     """Logits after every token, (T, V) float32, of the program that was exported."""
-    with torch.no_grad():
+    with torch.no_grad(), without_harmless_lines():
         ids_BT = torch.tensor([list(tokens)], dtype=torch.long)
         return Decoder(weights, every=True)(ids_BT, torch.tensor([0]))[0].numpy()
 

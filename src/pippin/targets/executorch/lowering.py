@@ -4,6 +4,7 @@ import contextlib
 import copy
 import importlib
 import types
+import warnings
 from collections.abc import Generator, Iterable
 from typing import Any
 
@@ -81,6 +82,15 @@ def _levels(nodes: Iterable[Node], taken: set[Node], constants: set[Node]) -> di
 
 
 @contextlib.contextmanager
+def _tracing() -> Generator[None]:
+    """How a pass runs: no gradients, shared provenance, no warnings meant for its authors."""
+    with torch.no_grad(), shared_provenance(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.filterwarnings("ignore", "Mutation on a buffer", UserWarning)
+        yield
+
+
+@contextlib.contextmanager
 def shared_provenance() -> Generator[None]:
     """Let torch.fx share the records of where a node came from while the context is open.
 
@@ -104,7 +114,7 @@ def export(decoder: Decoder, max_tokens: int) -> torch.export.ExportedProgram:
     """The decoder as a graph that takes 1 to max_tokens tokens a call."""
     example = (torch.zeros((1, 3), dtype=torch.long), torch.tensor([0]))
     length = torch.export.Dim("length", min=1, max=max_tokens)
-    with torch.no_grad(), shared_provenance():
+    with _tracing():
         return torch.export.export(
             decoder, example, dynamic_shapes=({1: length}, None), strict=False
         )
@@ -112,7 +122,7 @@ def export(decoder: Decoder, max_tokens: int) -> torch.export.ExportedProgram:
 
 def lower(program: torch.export.ExportedProgram, constants: dict[str, Any]) -> EdgeProgramManager:
     """The program, delegated to XNNPACK where it takes it; `constants` become methods beside it."""
-    with torch.no_grad(), shared_provenance():
+    with _tracing():
         return to_edge_transform_and_lower(
             program,
             partitioner=[LevelPartitioner()],
@@ -123,7 +133,7 @@ def lower(program: torch.export.ExportedProgram, constants: dict[str, Any]) -> E
 
 def serialize(edge: EdgeProgramManager) -> ExecutorchProgramManager:
     """The .pte in memory, the delegates' data in segments of their own that load lazily."""
-    with torch.no_grad(), shared_provenance():
+    with _tracing():
         return edge.to_executorch(
             ExecutorchBackendConfig(
                 extract_delegate_segments=True,

@@ -10,6 +10,9 @@ HARMLESS = (
     b"No temp allocator provided",
     # A look for ARM's core identification where there is none, when the library is loaded.
     b"[cpuinfo_utils.cpp",
+    # Kernels of GPUs that a library brings along, and a registration that torch no longer wants.
+    b"torchao/_C_",
+    b"register_constant() on Enum subclasses",
 )
 STDERR = 2
 

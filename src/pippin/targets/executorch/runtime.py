@@ -25,8 +25,9 @@ class PteModel:
     """A deployed file as a Scorer. It holds one conversation: rows are run in turn."""
 
     def __init__(self, path: Path, context: int) -> None:
-        self._program = Runtime.get().load_program(path)
-        forward = self._program.load_method("forward")
+        with without_harmless_lines():
+            self._program = Runtime.get().load_program(path)
+            forward = self._program.load_method("forward")
         assert forward is not None, "every bundle has a forward method"
         self._forward = forward
         self._context = context
