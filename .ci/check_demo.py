@@ -11,8 +11,7 @@ def scores(run: Path, subject: str) -> dict:
 
 def check_sql(run: Path) -> list[str]:
     base, adapter, merged, quantized, deployed = (
-        scores(run, s)
-        for s in ("base", "adapter", "merged", "quantized", "deployed-executorch")
+        scores(run, s) for s in ("base", "adapter", "merged", "quantized", "deployed-executorch")
     )
     claims = {
         "the base answers nothing": base["exact_match"] <= 0.05,
