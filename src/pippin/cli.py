@@ -41,6 +41,9 @@ def main() -> None:
         _fail(error.message, error.hint, error.exit_code)
     except KeyboardInterrupt:
         _fail("stopped", "the same command goes on where it was", 130)
+    except PermissionError as error:
+        what = error.filename or "a file"
+        _fail(f"no permission for {what}", "look at its owner and its permissions: ls -l", 1)
     except BrokenPipeError:
         # The reader of our output has gone; Python would complain when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

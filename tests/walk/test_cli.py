@@ -1,5 +1,6 @@
 """The command line over a whole small recipe, and over everything that can be wrong with it."""
 
+import errno
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ import pytest
 from tests.tiny_runs import RECIPE, write_rows, write_speaking_model
 
 from pippin import cli
+from pippin.model import weights
 
 pytestmark = pytest.mark.torch
 
@@ -306,3 +308,15 @@ def test_bytes_that_are_no_text_are_asked_all_the_same(made):
         [*command, "--max-tokens", "2"], cwd=made, capture_output=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_file_that_may_not_be_read_is_named(place, fails, monkeypatch):
+    """Root may read everything, so the refusal is played."""
+
+    def refuse(path, *arguments):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(weights, "file_tensors", refuse)
+    error, hint = fails("run", "tiny.toml")
+    assert "no permission for model/model.safetensors" in error
+    assert "permissions" in hint
