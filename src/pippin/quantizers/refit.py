@@ -99,7 +99,8 @@ class _System:
         wanted_RU = self.wanted_RU + ridge_R[:, None] * old_RU
         found_RU = np.linalg.solve(normal_RUU, wanted_RU[..., None])[..., 0]
         new = self.stored(found_RU, old)
-        better_R1 = (self.error(self.unknowns(new)) < self.error(old_RU))[:, None]
+        with np.errstate(invalid="ignore"):  # a grid beyond the stored dtype is never better
+            better_R1 = (self.error(self.unknowns(new)) < self.error(old_RU))[:, None]
         return np.where(better_R1, new[0], old[0]), np.where(better_R1, new[1], old[1])
 
     def unknowns(self, grids: Grids) -> NDArray[np.float64]:
