@@ -105,7 +105,8 @@ def _find_linear(network: nn.Module, name: str) -> nn.Linear:
     if not isinstance(module, nn.Linear):
         raise ModelError(
             f"the adapter wants {name}, which is a {type(module).__name__}, not a linear",
-            "name linears in lora.targets",
+            'name linears in lora.targets, set train.method = "full", or merge an adapter that is '
+            "there with `pippin merge` or peft",
         )
     return module
 
