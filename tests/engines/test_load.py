@@ -147,3 +147,28 @@ def test_auto_picks_the_best_device_and_its_dtype(monkeypatch):
 def test_device_and_memory_in_plain_figures(engine):
     assert engine.device() == f"cpu ({device.cores()} cores)"
     assert 50e6 < engine.peak_memory() < 1e12
+
+
+OWN_CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def test_code_in_the_folder_runs_only_when_told(copy, tiny, engine, tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "hf"))
+    names = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    folder = copy(config={"model_type": "own", "auto_map": names})
+    (folder / "own.py").write_text(OWN_CODE)
+    tokens_BT = np.arange(12, dtype=np.int32).reshape(2, 6)
+    with pytest.raises(ModelError, match=r"cannot read its config\.json"):
+        engine.load(folder, "float32")
+    model = load_engine("torch", "cpu", remote_code=True).load(folder, "float32")
+    assert type(model.network).__name__ == "OwnForCausalLM"
+    plain = engine.load(tiny("llama"), "float32")
+    np.testing.assert_array_equal(model.logprobs(tokens_BT), plain.logprobs(tokens_BT))

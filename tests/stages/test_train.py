@@ -103,10 +103,10 @@ class Fakes:
     script: Script = field(default_factory=Script)
     valid_rows: int = 4
 
-    def open_engine(self, name: str, device: str) -> Any:
-        model = SimpleNamespace(trainer=lambda *args: Histogram(self.script, args[-1]))
+    def open_engine(self, model: Any) -> Any:
+        loaded = SimpleNamespace(trainer=lambda *args: Histogram(self.script, args[-1]))
         return SimpleNamespace(
-            load=lambda checkpoint, dtype: model,
+            load=lambda checkpoint, dtype: loaded,
             device=lambda: "cpu (2 cores)",
             dtype=lambda name: "float32",
             peak_memory=lambda: 1234,

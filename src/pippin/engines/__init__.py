@@ -149,6 +149,9 @@ class Engine(Protocol):
         ...
 
 
-def load_engine(name: str, device: str = "auto") -> Engine:
-    """The engine behind a name of ENGINES; the only place where a framework gets imported."""
-    return cast("Engine", importlib.import_module(ENGINES[name]).make_engine(device))
+def load_engine(name: str, device: str = "auto", remote_code: bool = False) -> Engine:
+    """The engine behind a name of ENGINES; the only place where a framework gets imported.
+
+    `remote_code` lets it run Python code that lies in a model's folder.
+    """
+    return cast("Engine", importlib.import_module(ENGINES[name]).make_engine(device, remote_code))

@@ -83,7 +83,7 @@ def calibrate(job: Job) -> Calibration:
     samples = draw(tokenized.samples, recipe.quantize.calibration_tokens, recipe.seed)
     tokens = sum(len(sample.tokens) for sample in samples)
     longest = max(len(sample.tokens) for sample in samples)
-    engine = open_engine(recipe.model.engine, recipe.model.device)
+    engine = open_engine(recipe.model)
     return Calibration(
         model=engine.load(folder, recipe.model.dtype),
         checkpoint=Checkpoint(folder),

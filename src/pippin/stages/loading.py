@@ -28,10 +28,10 @@ def needs(what: str, extra: str) -> Generator[None]:
         ) from error
 
 
-def open_engine(name: str, device: str) -> Engine:
-    """`load_engine`, with a hint where its framework is missing."""
-    with needs(f"engine {name}", name):
-        return load_engine(name, device)
+def open_engine(model: Model) -> Engine:
+    """`load_engine` as the recipe says, with a hint where its framework is missing."""
+    with needs(f"engine {model.engine}", model.engine):
+        return load_engine(model.engine, model.device, model.trust_remote_code)
 
 
 def open_target(name: str) -> Target:
@@ -49,7 +49,7 @@ def load_scorer(inputs: Mapping[str, Path], model: Model, dtype: str) -> Scorer:
         name = target_of(inputs["bundle"])
         with needs(f"target {name}", "deploy"):
             return load_target(name).load(inputs["bundle"])
-    engine = open_engine(model.engine, model.device)
+    engine = open_engine(model)
     return engine.load(inputs["model"], dtype, inputs.get("adapter"))
 
 

@@ -90,7 +90,7 @@ def _open_store(job: Job, material: Material) -> Store:
 
 def _load(job: Job, material: Material, store: Store) -> _Run:
     recipe = job.recipe
-    engine = open_engine(recipe.model.engine, recipe.model.device)
+    engine = open_engine(recipe.model)
     weights = first_weights(job)
     model = engine.load(job.inputs["model"], recipe.model.dtype)
     lora = recipe.lora if recipe.train.method == "lora" else None

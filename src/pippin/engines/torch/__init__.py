@@ -9,12 +9,15 @@ if TYPE_CHECKING:
     from pippin.engines.torch.engine import TorchEngine
 
 
-def make_engine(device: str = "auto") -> "TorchEngine":
-    """The engine on `auto`, `cpu`, `cuda` or `mps`; UsageError where that device is not there."""
+def make_engine(device: str = "auto", remote_code: bool = False) -> "TorchEngine":
+    """The engine on `auto`, `cpu`, `cuda` or `mps`; UsageError where that device is not there.
+
+    `remote_code` runs the modelling code in a model's folder where its config names some.
+    """
     with _no_import_chatter():
         from pippin.engines.torch.device import pick_device
         from pippin.engines.torch.engine import TorchEngine
-    return TorchEngine(pick_device(device))
+    return TorchEngine(pick_device(device), remote_code)
 
 
 @contextlib.contextmanager

@@ -29,8 +29,9 @@ from pippin.recipe import Lora, Train
 class TorchEngine:
     """PyTorch on one device."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, remote_code: bool = False) -> None:
         self._device = device
+        self._remote_code = remote_code
 
     def load(self, checkpoint: Path, dtype: str, adapter: Path | None = None) -> "TorchModel":
         """A Hugging Face folder, plain or quantized in our layout, with an optional PEFT folder.
@@ -39,7 +40,8 @@ class TorchEngine:
         tensors are dequantized into it. Raises ModelError for a folder that cannot be loaded, or an
         adapter of another base.
         """
-        network = load_network(checkpoint, devices.pick_dtype(dtype, self._device), self._device)
+        picked = devices.pick_dtype(dtype, self._device)
+        network = load_network(checkpoint, picked, self._device, self._remote_code)
         if adapter is not None:
             _add_saved_adapter(network, adapter)
         return TorchModel(network, checkpoint)

@@ -9,25 +9,30 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from transformers import AutoConfig, PreTrainedModel
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils import logging
 
 from pippin.errors import ModelError
 
 
-def load_network(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def load_network(
+    folder: Path, dtype: torch.dtype, device: torch.device, remote_code: bool = False
+) -> PreTrainedModel:
     """The folder's causal language model on `device`, frozen, in evaluation mode.
+
+    `remote_code` takes the config and model classes that `auto_map` names from the folder's code.
 
     A folder quantized in our layout is dequantized while it loads. Raises ModelError for a folder
     that is not a model, and for tensors that are missing, left over or of another shape.
     """
-    config = _read_config(folder)
+    config = _read_config(folder, remote_code)
     with _quiet():
         network, report = _from_pretrained(folder, config, dtype, device)
     _refuse_gaps(folder, report)
     return network.eval().requires_grad_(False)
 
 
-def _read_config(folder: Path) -> Any:
+def _read_config(folder: Path, remote_code: bool) -> Any:
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder} has no config.json", "give a folder in Hugging Face's layout")
     if not any(folder.glob("*.safetensors")):
@@ -35,7 +40,9 @@ def _read_config(folder: Path) -> Any:
             f"{folder} has no *.safetensors file", "convert the weights to safetensors first"
         )
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=remote_code
+        )
     except (ValueError, KeyError, OSError) as error:
         raise ModelError(
             f"{folder}: transformers {transformers.__version__} cannot read its config.json: "
@@ -73,6 +80,10 @@ def _from_pretrained(
 
 
 def _model_class(folder: Path, config: Any) -> Any:
+    own = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
+    # A config class that the folder's code defines was only made because that code may run.
+    if own and type(config).__module__.startswith("transformers_modules"):
+        return get_class_from_dynamic_module(own, folder, local_files_only=True)
     mapping: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     if type(config) not in mapping:
         raise ModelError(
