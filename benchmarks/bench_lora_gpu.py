@@ -71,7 +71,7 @@ def main() -> None:
             runs[tokens] = pippin(name, tokens, options)
             print(name, tokens, describe(runs[tokens]), flush=True)
         rows.append(row_of(name, runs, peers, ceilings))
-    common.report(rows, options.save)
+    common.report(rows, options.save, device())
 
 
 def describe(run: Run) -> str:
@@ -98,7 +98,6 @@ def row_of(
         peers=peers,
         spread=round(float(np.std(best.speeds) / np.mean(best.speeds)), 3),
         notes={
-            "device": device_name(),
             "tokens a step": tokens,
             "peak GiB": round(best.peak / 2**30, 1),
             "first loss": round(best.loss, 4),
@@ -110,11 +109,13 @@ def row_of(
     )
 
 
-def device_name() -> str:
-    """The GPU."""
+def device() -> tuple[str, int]:
+    """The GPU's name and its memory in GB."""
     import torch
 
-    return torch.cuda.get_device_name()
+    return torch.cuda.get_device_name(), round(
+        torch.cuda.get_device_properties(0).total_memory / 1e9
+    )
 
 
 def samples() -> list[Sample]:
@@ -184,7 +185,7 @@ def pippin(name: str, tokens: int, options: argparse.Namespace) -> Run:
         compiled = graphs() if step < WARM else compiled
     assert graphs() == compiled, "layers were compiled again after warm-up"
     if options.profile:
-        profile(trained, plan.batches(0))
+        profile(trained, plan.batches(1))
     run = Run(
         speeds=list(np.divide(counts, np.diff(clocks, prepend=0.0))[WARM:]),
         peak=torch.cuda.max_memory_allocated(),
@@ -212,7 +213,7 @@ def profile(trained: Any, batches: list[Batch]) -> None:
     """The kernels of one step by the time they take."""
     import torch
 
-    kinds = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    kinds = [torch.profiler.ProfilerActivity.CUDA]  # watching the host as well would slow it
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=kinds) as seen:
         start = time.perf_counter()
@@ -308,7 +309,7 @@ def seconds_per_token(name: str, ceilings: dict[str, float]) -> float:
 
 
 def matmul_flops(kind: str) -> float:
-    """Operations a second of an 8,192-cube product of random numbers, the median of five."""
+    """Operations a second of an 8,192-cube product of random numbers, when the card is warm."""
     import torch
 
     from pippin.engines.torch.float8 import round_rows
@@ -318,15 +319,15 @@ def matmul_flops(kind: str) -> float:
     (codes, scale), (other, far) = round_rows(a), round_rows(b)
     scales = {"scale_a": scale, "scale_b": far.T, "out_dtype": a.dtype, "use_fast_accum": True}
     times = []
-    for _ in range(8):
+    for _ in range(12):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        for _ in range(10):
+        for _ in range(100):
             _ = a @ b if kind == "bf16" else torch._scaled_mm(codes, other.T, **scales)
         stop.record()
         torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop) / 1e4)
-    return 2.0 * size**3 / float(np.median(times[3:]))
+        times.append(start.elapsed_time(stop) / 1e5)
+    return 2.0 * size**3 / float(np.median(times[5:]))
 
 
 if __name__ == "__main__":

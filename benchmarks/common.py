@@ -41,10 +41,13 @@ def arguments(doc: str) -> argparse.ArgumentParser:
     return parser
 
 
-def report(rows: list[Row], save: bool) -> None:
-    """Print every row as a line of JSON; with `save`, append them to this machine's file."""
+def report(rows: list[Row], save: bool, gpu: tuple[str, int] | None = None) -> None:
+    """Print every row as a line of JSON; with `save`, append them to this machine's file.
+
+    `gpu` is the name and the memory in GB of the device that did the work, where there is one.
+    """
     where = {
-        "machine": machine(),
+        "machine": machine() if gpu is None else f"{gpu[0]}, {gpu[1]} GB; {machine()}",
         "versions": versions(),
         "commit": commit(),
         "command": " ".join(["python", *sys.argv]),
@@ -52,15 +55,15 @@ def report(rows: list[Row], save: bool) -> None:
     lines = [json.dumps({**asdict(row), **where}) for row in rows]
     print("\n".join(lines))
     if save:
-        with results_file().open("a") as file:
+        with results_file(*(gpu or (chip_name(), memory_gb()))).open("a") as file:
             file.writelines(line + "\n" for line in lines)
 
 
-def results_file() -> Path:
+def results_file(chip: str, memory: int) -> Path:
     """benchmarks/results/<chip>-<gb>gb-<date>.jsonl."""
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    chip = "".join(c if c.isalnum() else "-" for c in chip_name().lower()).strip("-")
-    return ROOT / "benchmarks" / "results" / f"{chip}-{memory_gb()}gb-{today}.jsonl"
+    chip = "".join(c if c.isalnum() else "-" for c in chip.lower()).strip("-")
+    return ROOT / "benchmarks" / "results" / f"{chip}-{memory}gb-{today}.jsonl"
 
 
 def machine() -> str:

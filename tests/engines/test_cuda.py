@@ -128,7 +128,7 @@ def test_the_loss_and_its_gradient_equal_float64s(softcap, scale):
     targets = torch.randint(0, 5000, (300,), generator=generator, device="cuda")
     results = []
     for dtype in (torch.float32, torch.float64):
-        leaf = hidden.to(dtype).requires_grad_()
+        leaf = hidden.detach().to(dtype, copy=True).requires_grad_()
         head = Head(weight_VD=weight.to(dtype), scale=scale, softcap=softcap)
         loss = head_loss(leaf, targets, head)
         loss.backward()
@@ -191,8 +191,9 @@ def test_frozen_weights_in_float8_train_nearly_alike(tiny, cuda, samples, pack, 
         model = cuda.load(tiny("llama"), "bfloat16")
         train = Train(row_tokens=batch.tokens_BT.shape[1], frozen_dtype=frozen)
         trainer = model.trainer(train, Lora(rank=4), adapter(model), 0)
-        losses[frozen] = [trainer.step([batch], 1e-2).loss_sum for _ in range(6)]
+        losses[frozen] = [trainer.step([batch], 1e-3).loss_sum for _ in range(6)]
         assert trainer.compiled
+        assert losses[frozen][-1] < losses[frozen][0]
     assert any("FP8" in notice for notice in trainer.notices)
-    assert losses["float8"] == pytest.approx(losses["auto"], rel=2e-2)
+    assert losses["float8"] == pytest.approx(losses["auto"], rel=5e-2)
     assert losses["float8"] != losses["auto"]

@@ -17,7 +17,6 @@ from pippin.engines.torch.cpu_attention import attend_samples
 
 NAME = "pippin_packed"
 WIDEST = 256  # head channels our kernels take
-ALIGNED = 16  # bytes
 
 
 @dataclass(kw_only=True)
@@ -94,26 +93,13 @@ def packed_attention(
         packing.seen.update(_asks(rule))
     fused = rule.plain and rule.dropout == 0.0
     if fused and packing.first_T is not None and query.shape[-1] <= WIDEST:
-        return _in_one_kernel(query, key, value, packing, rule), None
+        operands = (query, key, value, packing.first_T, packing.last_T)
+        window = query.shape[2] if rule.window is None else rule.window
+        return torch.ops.pippin.attend(*operands, rule.scale, window)[0], None
     half = query.dtype in (torch.bfloat16, torch.float16)  # CUDA's kernel knows no others
     if half and packing.offsets is not None and fused:
         return _varlen(query, key, value, packing, rule), None
     return _by_sample(query, key, value, packing, rule), None
-
-
-def _in_one_kernel(
-    query: Tensor, key: Tensor, value: Tensor, packing: Packing, rule: Rule
-) -> Tensor:
-    """Channels are filled up with zeros to whole words of 16 bytes, which load twice as fast."""
-    channels, width = query.shape[-1], ALIGNED // query.element_size()
-    window = query.shape[2] if rule.window is None else rule.window
-    if channels % width:
-        padded = (0, -channels % width)
-        query, key, value = (
-            functional.pad(x.transpose(1, 2), padded).transpose(1, 2) for x in (query, key, value)
-        )
-    operands = (query, key, value, packing.first_T, packing.last_T)
-    return torch.ops.pippin.attend(*operands, rule.scale, window, channels)[0]
 
 
 def _asks(rule: Rule) -> list[str]:

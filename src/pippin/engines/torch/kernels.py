@@ -34,13 +34,12 @@ def attention(
     q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h,
     T, window, scale,
     GROUPS: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr,
-    OUT: tl.constexpr, PART: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of one head: softmax over the keys of their own samples.
 
     `first` (T,) is where the sample of every token begins. `lse` (H, T) takes the log-sum-exp to
-    base 2; `scale` is to base 2 as well. `out` has OUT of the C channels, strides in PARTs.
+    base 2; `scale` is to base 2 as well.
     """
     start, head = tl.program_id(0) * M, tl.program_id(1)
     rows, columns = start + tl.arange(0, M), tl.arange(0, WIDTH)
@@ -66,7 +65,7 @@ def attention(
         sums = sums * shrink[:, None]
         sums = tl.dot(power.to(value.dtype), value, sums, input_precision=PRECISION)
         top = higher
-    _put(out + head * o_h * PART, rows, columns, o_t, T, OUT, PART, sums / total[:, None])
+    _put(out + head * o_h * UNIT, rows, columns, o_t, T, C, UNIT, sums / total[:, None])
     tl.store(lse + head * T + rows, top + tl.log2(total), mask=rows < T)
 
 
@@ -76,7 +75,6 @@ def attention_dq(
     q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t, do_h, dq_t, dq_h,
     T, window, scale, slope,
     GROUPS: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr,
-    OUT: tl.constexpr, PART: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of the queries' gradient; leaves `delta` (H, T), the rows' sums of out * do."""
@@ -84,7 +82,7 @@ def attention_dq(
     rows, columns = start + tl.arange(0, M), tl.arange(0, WIDTH)
     query = _tile(q + head * q_h * UNIT, rows, columns, q_t, T, C, UNIT)
     grad = _tile(do + head * do_h * UNIT, rows, columns, do_t, T, C, UNIT)
-    result = _tile(out + head * o_h * PART, rows, columns, o_t, T, OUT, PART)
+    result = _tile(out + head * o_h * UNIT, rows, columns, o_t, T, C, UNIT)
     inner = tl.sum(result.to(tl.float32) * grad.to(tl.float32), 1)
     tl.store(delta + head * T + rows, inner, mask=rows < T)
     norm = tl.load(lse + head * T + rows, mask=rows < T, other=0.0)
@@ -112,7 +110,6 @@ def attention_dkv(
     q_t, q_h, k_t, k_h, v_t, v_h, do_t, do_h, dk_t, dk_h, dv_t, dv_h,
     T, window, scale, slope,
     GROUPS: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr,
-    OUT: tl.constexpr, PART: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of the gradients of keys and values; `last` (T,) is where every sample ends."""

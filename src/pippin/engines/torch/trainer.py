@@ -67,7 +67,8 @@ class TorchTrainer:
         """One AdamW update over the micro-batches, each scored token weighing the same."""
         tokens = sum(batch.scored_tokens for batch in batches)
         assert tokens > 0, "a step needs a scored token"
-        self.network.train()
+        if not self.network.training:
+            self.network.train()
         with _seeded(self.seed, self.steps, self.network.device):
             losses = [self._backward(batch) for batch in batches]
         self.steps += 1

@@ -13,9 +13,7 @@ from torch import Tensor
 from pippin.engines.torch import kernels
 
 LOG2E = math.log2(math.e)
-SCHEMA = (
-    "Tensor q, Tensor k, Tensor v, Tensor first, Tensor last, float scale, int window, int channels"
-)
+SCHEMA = "Tensor q, Tensor k, Tensor v, Tensor first, Tensor last, float scale, int window"
 
 
 @functools.cache
@@ -24,7 +22,7 @@ def register() -> None:
     forward = torch.library.custom_op(
         "pippin::attend", _attend, mutates_args=(), schema=f"({SCHEMA}) -> (Tensor, Tensor)"
     )
-    forward.register_fake(lambda q, *rest: (_like_out(q, rest[-1]), _row_sums(q)))
+    forward.register_fake(lambda q, *_: (_like_out(q), _row_sums(q)))
     forward.register_autograd(_backward, setup_context=_save)
     backward = torch.library.custom_op(
         "pippin::attend_backward",
@@ -36,33 +34,32 @@ def register() -> None:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
-    """(1, H, T, C), (1, K, T, C) -> (1, T, H, channels).
+    """(1, H, T, C), (1, K, T, C) -> (1, T, H, C). `rest` is first_T, last_T, scale, window.
 
-    `rest` is first_T, last_T, scale, window, channels. `first_T` and `last_T` int32 tell for every
-    token where its sample begins and ends; a token sees itself and the `window - 1` before it. The
-    C channels may end in zeros, which the result leaves out.
+    `first_T` and `last_T` int32 tell for every token where its sample begins and ends; a token sees
+    itself and the `window - 1` before it.
     """
     return torch.ops.pippin.attend(query, key, value, *rest)[0]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.scale, ctx.window, ctx.channels = inputs
+    *tensors, ctx.scale, ctx.window = inputs
     ctx.save_for_backward(*output, *tensors)
 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
     operator = torch.ops.pippin.attend_backward
-    grads = operator(grad, *ctx.saved_tensors, ctx.scale, ctx.window, ctx.channels)
-    return (*grads, None, None, None, None, None)
+    grads = operator(grad, *ctx.saved_tensors, ctx.scale, ctx.window)
+    return (*grads, None, None, None, None)
 
 
 def _attend(*inputs: Any) -> tuple[Tensor, Tensor]:
-    q, k, v, first, _, scale, window, channels = inputs
-    out, lse = _like_out(q, channels), _row_sums(q)
-    constants = _constants((q, k, v), out)
-    strides = [s // constants["UNIT"] for x in (q, k, v) for s in _strides(x)]
-    strides += [out.stride(i) // constants["PART"] for i in (1, 2)]
-    tile = _tiles(q)["forward"]
+    q, k, v, first, _, scale, window = inputs
+    out, lse = _like_out(q), _row_sums(q)
+    operands = (q, k, v, out.transpose(1, 2))
+    constants = _constants(operands)
+    strides = [s // constants["UNIT"] for x in operands for s in _strides(x)]
+    tile = _tiles(q, constants["UNIT"])["forward"]
     kernels.attention[(-(-q.shape[2] // tile["M"]), q.shape[1])](
         q, k, v, out, lse, first, *strides,
         q.shape[2], window, scale * LOG2E, **constants, **tile,
@@ -71,23 +68,23 @@ def _attend(*inputs: Any) -> tuple[Tensor, Tensor]:
 
 
 def _attend_backward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    grad, out, lse, q, k, v, first, last, scale, window, channels = inputs
-    grad = torch.nn.functional.pad(grad, (0, q.shape[3] - channels)).contiguous()
+    grad, out, lse, q, k, v, first, last, scale, window = inputs
+    grad = grad.contiguous()
     dq, dk, dv = map(_like_input, (q, k, v))
     delta, length = torch.empty_like(lse), q.shape[2]
-    operands = (q, k, v, grad.transpose(1, 2), dq, dk, dv)
-    constants = _constants(operands, out)
-    q_s, k_s, v_s, do_s, dq_s, dk_s, dv_s = (
+    operands = (q, k, v, out.transpose(1, 2), grad.transpose(1, 2), dq, dk, dv)
+    constants = _constants(operands)
+    q_s, k_s, v_s, out_s, do_s, dq_s, dk_s, dv_s = (
         [s // constants["UNIT"] for s in _strides(x)] for x in operands
     )
-    out_s = [out.stride(i) // constants["PART"] for i in (1, 2)]
     numbers = (length, window, scale * LOG2E, scale)
-    tile = _tiles(q)["dq"]
+    tiles = _tiles(q, constants["UNIT"])
+    tile = tiles["dq"]
     kernels.attention_dq[(-(-length // tile["M"]), q.shape[1])](
         q, k, v, out, lse, first, grad, dq, delta,
         *q_s, *k_s, *v_s, *out_s, *do_s, *dq_s, *numbers, **constants, **tile,
     )  # fmt: skip
-    tile = _tiles(q)["dkv"]
+    tile = tiles["dkv"]
     kernels.attention_dkv[(-(-length // tile["N"]), k.shape[1])](
         q, k, v, lse, delta, first, last, grad, dk, dv,
         *q_s, *k_s, *v_s, *do_s, *dk_s, *dv_s, *numbers, **constants, **tile,
@@ -101,7 +98,7 @@ def _strides(x: Tensor) -> tuple[int, int]:
     return x.stride(2), x.stride(1)
 
 
-def _constants(operands: tuple[Tensor, ...], out: Tensor) -> dict[str, Any]:
+def _constants(operands: tuple[Tensor, ...]) -> dict[str, Any]:
     q, k = operands[:2]
     channels = q.shape[3]
     return {
@@ -109,26 +106,27 @@ def _constants(operands: tuple[Tensor, ...], out: Tensor) -> dict[str, Any]:
         "C": channels,
         "WIDTH": max(16, 1 << (channels - 1).bit_length()),
         "UNIT": math.gcd(8, *(s for x in operands for s in _strides(x))),
-        "OUT": out.shape[3],
-        "PART": math.gcd(8, out.stride(1), out.stride(2)),
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
     }
 
 
-def _tiles(q: Tensor) -> dict[str, dict[str, int]]:
-    """Rows and keys of a tile, warps and pipeline stages, by kernel."""
+def _tiles(q: Tensor, unit: int) -> dict[str, dict[str, int]]:
+    """Rows and keys of a tile, warps and pipeline stages, by kernel: the fastest on Hopper.
+
+    Small tiles: samples of a few hundred tokens leave much of a large one empty.
+    """
     if q.dtype == torch.float32 or q.shape[3] > 128:
         small = {"M": 32, "N": 32, "num_warps": 4, "num_stages": 1}
         return {"forward": small, "dq": small, "dkv": small}
     return {
-        "forward": {"M": 64, "N": 64, "num_warps": 4, "num_stages": 2},
-        "dq": {"M": 64, "N": 32, "num_warps": 4, "num_stages": 3},
-        "dkv": {"M": 64, "N": 64, "num_warps": 4, "num_stages": 1},
+        "forward": {"M": 64, "N": 32, "num_warps": 4, "num_stages": 3},
+        "dq": {"M": 64, "N": 32, "num_warps": 4, "num_stages": 1},
+        "dkv": {"M": 32, "N": 64, "num_warps": 4, "num_stages": 3 if unit == 8 else 1},
     }
 
 
-def _like_out(q: Tensor, channels: int) -> Tensor:
-    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], channels)
+def _like_out(q: Tensor) -> Tensor:
+    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3])
 
 
 def _row_sums(q: Tensor) -> Tensor:
@@ -136,7 +134,7 @@ def _row_sums(q: Tensor) -> Tensor:
 
 
 def _like_input(x: Tensor) -> Tensor:
-    return _like_out(x, x.shape[3]).transpose(1, 2)
+    return _like_out(x).transpose(1, 2)
 
 
 def row_losses(
