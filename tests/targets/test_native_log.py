@@ -1,6 +1,8 @@
 """What ExecuTorch's C++ side says is passed on, but for one line."""
 
+import io
 import os
+import sys
 
 from pippin.targets.executorch.native_log import without_harmless_lines
 
@@ -27,4 +29,15 @@ def test_what_libraries_say_while_they_load_is_dropped(capfd):
         os.write(
             2, b"Failed to load x/torchao/_C_mxfp8.so: no\n[cpuinfo_utils.cpp:71] Reading\nkept\n"
         )
+    assert capfd.readouterr().err == "kept\n"
+
+
+def test_words_sent_through_python_are_held_too(capfd, monkeypatch):
+    bar = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", bar)
+    with without_harmless_lines():
+        sys.stderr.write("[cpuinfo_utils.cpp:71]")
+        sys.stderr.write(" Reading\nkept\n")
+    assert sys.stderr is bar
+    assert bar.getvalue() == ""
     assert capfd.readouterr().err == "kept\n"

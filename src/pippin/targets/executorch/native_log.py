@@ -1,6 +1,7 @@
 """Keeps harmless lines of ExecuTorch's C++ log off stderr."""
 
 import contextlib
+import io
 import os
 import tempfile
 from collections.abc import Generator
@@ -19,12 +20,18 @@ STDERR = 2
 
 @contextlib.contextmanager
 def without_harmless_lines() -> Generator[None]:
-    """Hold back what is written to stderr inside, then pass on all but the harmless lines."""
+    """Hold back what is written to stderr inside, then pass on all but the harmless lines.
+
+    Both ways are held: the file descriptor, and sys.stderr, to which pybind sends C++ streams and
+    which a progress bar may have replaced.
+    """
     with tempfile.TemporaryFile() as held:
         stderr = os.dup(STDERR)
         os.dup2(held.fileno(), STDERR)
+        words = io.TextIOWrapper(os.fdopen(os.dup(held.fileno()), "wb", 0), write_through=True)
         try:
-            yield
+            with words, contextlib.redirect_stderr(words):
+                yield
         finally:
             os.dup2(stderr, STDERR)
             os.close(stderr)
