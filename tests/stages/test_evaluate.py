@@ -181,7 +181,7 @@ class World:
 @pytest.fixture
 def engine(monkeypatch):
     found = Engine()
-    monkeypatch.setattr(loading, "load_engine", lambda name, device: found)
+    monkeypatch.setattr(loading, "load_engine", lambda *asked: found)
     return found
 
 

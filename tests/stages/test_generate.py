@@ -227,7 +227,7 @@ def test_load_speaker_says_what_speaks_and_computes_as_the_recipe_wants(tmp_path
             return Script([1])
 
     monkeypatch.setattr(
-        loading, "load_engine", lambda name, device: loaded.append(device) or Engine()
+        loading, "load_engine", lambda name, device, remote_code: loaded.append(device) or Engine()
     )
     folder = write_model(tmp_path / "m", context=77)
     recipe = Recipe(

@@ -1,6 +1,7 @@
 """What ExecuTorch's C++ side says is passed on, but for one line."""
 
 import io
+import logging
 import os
 import sys
 
@@ -36,8 +37,11 @@ def test_words_sent_through_python_are_held_too(capfd, monkeypatch):
     bar = io.StringIO()
     monkeypatch.setattr(sys, "stderr", bar)
     with without_harmless_lines():
+        kept = logging.StreamHandler().stream  # a handler keeps the sys.stderr of this moment
         sys.stderr.write("[cpuinfo_utils.cpp:71]")
         sys.stderr.write(" Reading\nkept\n")
     assert sys.stderr is bar
     assert bar.getvalue() == ""
     assert capfd.readouterr().err == "kept\n"
+    kept.write("later")
+    assert bar.getvalue() == "later"

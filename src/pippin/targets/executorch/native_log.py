@@ -3,8 +3,10 @@
 import contextlib
 import io
 import os
+import sys
 import tempfile
 from collections.abc import Generator
+from typing import TextIO
 
 HARMLESS = (
     # custom_sdpa asks for scratch memory, is told that there is none, and allocates it: every call.
@@ -18,6 +20,19 @@ HARMLESS = (
 STDERR = 2
 
 
+class _Words(io.TextIOBase):
+    """A sys.stderr that writes to `target`: a log handler made meanwhile may keep it for good."""
+
+    def __init__(self, target: TextIO) -> None:
+        self.target = target
+
+    def write(self, text: str) -> int:
+        return self.target.write(text)
+
+    def flush(self) -> None:
+        self.target.flush()
+
+
 @contextlib.contextmanager
 def without_harmless_lines() -> Generator[None]:
     """Hold back what is written to stderr inside, then pass on all but the harmless lines.
@@ -28,11 +43,13 @@ def without_harmless_lines() -> Generator[None]:
     with tempfile.TemporaryFile() as held:
         stderr = os.dup(STDERR)
         os.dup2(held.fileno(), STDERR)
-        words = io.TextIOWrapper(os.fdopen(os.dup(held.fileno()), "wb", 0), write_through=True)
+        text = io.TextIOWrapper(os.fdopen(os.dup(held.fileno()), "wb", 0), write_through=True)
+        words = _Words(text)
         try:
-            with words, contextlib.redirect_stderr(words):
+            with text, contextlib.redirect_stderr(words):
                 yield
         finally:
+            words.target = sys.stderr
             os.dup2(stderr, STDERR)
             os.close(stderr)
             held.seek(0)
