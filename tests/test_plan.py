@@ -39,6 +39,19 @@ def test_steps_and_their_inputs(recipe):
     assert steps["deploy-executorch"].subject == "executorch"
 
 
+def test_an_adapter_that_is_there_is_not_trained_again(recipe):
+    given = change(recipe, model={"adapter": "mine"})
+    with pytest.raises(ModelError, match="mine is no adapter"):
+        make_steps(given)
+    (recipe.folder / "mine").mkdir()
+    (recipe.folder / "mine" / "adapter_config.json").write_text("{}")
+    steps = {step.name: step for step in make_steps(given)}
+    assert "train" not in steps
+    for name in ("evaluate-adapter", "merge"):
+        assert steps[name].inputs["adapter"] == recipe.folder / "mine"
+    assert steps["merge"].settings == {}
+
+
 def test_every_input_is_made_before_it_is_read(recipe):
     made = {recipe.folder / "model"}
     for step in make_steps(recipe):

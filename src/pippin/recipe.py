@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 DType: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
-EngineName: TypeAlias = Literal["torch"]
+EngineName: TypeAlias = Literal["jax", "torch"]
 DeviceName: TypeAlias = Literal["auto", "cpu", "cuda", "mps"]
 DataFormat: TypeAlias = Literal[
     "auto", "messages", "prompt_completion", "instruction", "sharegpt", "text"
@@ -20,7 +20,7 @@ FrozenDType: TypeAlias = Literal["auto", "float8"]
 Schedule: TypeAlias = Literal["cosine", "linear", "constant"]
 QuantizerName: TypeAlias = Literal["best", "gptq", "mse", "rtn"]
 Scheme: TypeAlias = Literal["symmetric", "affine"]
-TargetName: TypeAlias = Literal["executorch"]
+TargetName: TypeAlias = Literal["executorch", "gguf"]
 
 
 def key(default: Any, doc: str) -> Any:
@@ -39,6 +39,9 @@ class Model:
 
     source: str = required("hub id, local folder, `.gguf` file or `builtin:smollm2`")
     revision: str | None = key(None, "branch, tag or commit of a hub id")
+    adapter: str | None = key(
+        None, "a PEFT folder that is there already: merged and measured, nothing is trained"
+    )
     trust_remote_code: bool = key(False, "run Python code that comes with the model")
     engine: EngineName = key("torch", "framework that trains and evaluates")
     device: DeviceName = key("auto", "auto picks cuda, then mps, then cpu, and says so")

@@ -105,6 +105,12 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str, str]]
             "no linear is adapted",
             'name some, e.g. ["q_proj", "v_proj"], or use ["all-linear"]',
         )
+    if train.method == "full" and recipe.model.adapter is not None:
+        yield (
+            ("model", "adapter"),
+            "full fine-tuning makes a model, not an adapter",
+            "leave one of model.adapter and train.method out",
+        )
     if train.method == "full" and train.frozen_dtype != "auto":
         yield (
             ("train", "frozen_dtype"),

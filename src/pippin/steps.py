@@ -5,7 +5,7 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from pippin.model.source import locate
+from pippin.model.source import locate, locate_adapter
 from pippin.quantizers import CALIBRATED
 from pippin.recipe import TABLES, Recipe
 
@@ -16,6 +16,7 @@ HARMLESS = {
     "data.source",  # where the files lie: their digest is an input of every stage that reads them
     "data.test",
     "data.valid",
+    "model.adapter",  # the same: the digest of its files counts
     "model.device",
     "model.revision",
     "model.source",  # the same: the digest of its files counts
@@ -48,7 +49,8 @@ class Step:
 def make_steps(recipe: Recipe) -> tuple[Step, ...]:
     """Everything a run of the recipe does, in order.
 
-    Raises ModelError where the model's source is nothing that could be fetched or used.
+    Raises ModelError where the model's source is nothing that could be fetched or used, or its
+    adapter is not there.
     """
     run, model = run_folder(recipe), model_folder(recipe)
     fetch = () if model != run / "model" else (_fetch(recipe, model),)
@@ -64,6 +66,11 @@ def model_folder(recipe: Recipe) -> Path:
     """The model in Hugging Face's format: a local folder in place, or where it is fetched to."""
     found = locate(recipe.model, recipe.folder)
     return run_folder(recipe) / "model" if found.needs_fetch else Path(found.location)
+
+
+def adapter_folder(recipe: Recipe) -> Path:
+    """The adapter: the recipe's own, or the one that training makes."""
+    return locate_adapter(recipe.model, recipe.folder) or run_folder(recipe) / "train"
 
 
 def settings(recipe: Recipe, *tables: str) -> dict[str, Any]:
@@ -95,10 +102,11 @@ def _fetch(recipe: Recipe, model: Path) -> Step:
 
 def _steps(recipe: Recipe, run: Path, model: Path) -> Iterator[Step]:
     """Every step after the model is there; each evaluation stands right after what it measures."""
-    tuned = {"model": model, "adapter": run / "train"}
+    tuned = {"model": model, "adapter": adapter_folder(recipe)}
     merged = run / "merge"
     yield _evaluate(recipe, run, "base", {"model": model})
-    yield _train(recipe, run, model)
+    if recipe.model.adapter is None:
+        yield _train(recipe, run, model)
     if recipe.train.method == "full":
         tuned, merged = {"model": run / "train"}, run / "train"
     yield _evaluate(recipe, run, "adapter", {**tuned, "parent": run / "evaluate-base"})

@@ -5,8 +5,12 @@ import pytest
 import torch
 from torch.nn import functional
 
+from pippin.data.batches import Batch
+from pippin.engines import load_engine
 from pippin.engines.torch.lora import LoraLinear
 from pippin.errors import ModelError
+from pippin.model.adapter import adapted_linears, new_adapter
+from pippin.model.weights import Checkpoint
 from pippin.recipe import Lora, Train
 
 pytestmark = pytest.mark.torch
@@ -111,3 +115,50 @@ def test_weights_come_back_as_they_went_in(tiny, engine, adapter):
     assert back.keys() == weights.keys()
     for name, array in weights.items():
         np.testing.assert_array_equal(back[name], array)
+
+
+def test_gpt2s_transposed_linear_trains_as_pefts_does(tmp_path):
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        n_embd=32,
+        n_head=2,
+        n_layer=1,
+        vocab_size=97,
+        n_positions=32,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    network = transformers.GPT2LMHeadModel(config)
+    network.save_pretrained(tmp_path)
+    lora = Lora(rank=2, alpha=4, targets=("c_attn", "c_fc"))
+    weights = new_adapter(adapted_linears(Checkpoint(tmp_path), lora), lora, seed=0)
+    rng = np.random.default_rng(1)
+    weights = {n: rng.normal(0, 0.1, w.shape).astype(np.float32) for n, w in weights.items()}
+    settings = peft.LoraConfig(
+        r=2, lora_alpha=4, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True
+    )
+    theirs = peft.get_peft_model(network, settings).eval()
+    for name, parameter in theirs.named_parameters():
+        key = name.removeprefix("base_model.model.").replace(".default.", ".")
+        if key in weights:
+            parameter.data = torch.from_numpy(weights[key])
+    tokens_BT = np.array([[5, 17, 3, 80, 41]], np.int32)
+    tokens = torch.from_numpy(tokens_BT).long()
+    theirs(input_ids=tokens, labels=tokens).loss.mul(4).backward()
+    trainer = (
+        load_engine("torch", "cpu").load(tmp_path, "float32").trainer(Train(), lora, weights, 0)
+    )
+    positions = np.arange(5, dtype=np.int32)[None]
+    ones = np.ones_like(positions)
+    loss = trainer._backward(
+        Batch(
+            tokens_BT=tokens_BT, positions_BT=positions, segments_BT=ones, scored_BT=positions > 0
+        )
+    )
+    assert loss.item() == pytest.approx(theirs(input_ids=tokens, labels=tokens).loss.item() * 4)
+    found = dict(trainer.network.named_parameters())
+    for name, parameter in theirs.named_parameters():
+        key = name.removeprefix("base_model.model.").replace(".default.weight", "")
+        if "lora_" in name:
+            torch.testing.assert_close(found[key].grad, parameter.grad, rtol=1e-4, atol=1e-6)

@@ -16,8 +16,9 @@ from pippin.engines import TopK
 from pippin.errors import DataError, GateError, PippinError
 from pippin.events import Finished, Notice, Progress, Started
 from pippin.job import Job
+from pippin.model.adapter import Base, load_adapter, save_adapter
 from pippin.model.tokenizer import load_tokenizer
-from pippin.recipe import Data, Deploy, Evaluate, Gate, Gates, Model, Recipe
+from pippin.recipe import Data, Deploy, Evaluate, Gate, Gates, Lora, Model, Recipe
 from pippin.stages import evaluate as module
 from pippin.stages import exam, loading
 from pippin.stages.evaluate import evaluate
@@ -66,7 +67,8 @@ class Engine:
     def load(self, checkpoint, dtype, adapter=None):
         table = read_table(checkpoint)
         if adapter is not None:
-            table = table + read_table(adapter)
+            pair = load_adapter(adapter).weights
+            table = table + pair["l.lora_B.weight"] @ pair["l.lora_A.weight"]
         self.loaded.append((dtype, Table(table)))
         return self.loaded[-1][1]
 
@@ -78,6 +80,15 @@ def read_table(folder):
 def write_table(folder: Path, table, name="model.safetensors"):
     folder.mkdir(parents=True, exist_ok=True)
     save_file({"table": table.astype(np.float32)}, folder / name)
+    return folder
+
+
+def write_adapter(folder: Path, lesson) -> Path:
+    """A PEFT folder whose update of the table is the lesson."""
+    weights = {"l.lora_A.weight": np.eye(VOCAB, dtype=np.float32)}
+    weights["l.lora_B.weight"] = lesson.astype(np.float32)
+    folder.mkdir(exist_ok=True)
+    save_adapter(folder, Lora(rank=VOCAB, alpha=VOCAB), weights, Base(name="m", digest="m"))
     return folder
 
 
@@ -117,7 +128,7 @@ class World:
         noise = 0.4 * np.random.default_rng(4).standard_normal(base.shape)
         self.tables = {"base": base, "adapter": base + lesson, "quantized": base + lesson + noise}
         self.model = write_model(root / "model", base)
-        self.adapter = write_table(root / "train", lesson, "adapter_model.safetensors")
+        self.adapter = write_adapter(root / "train", lesson)
         self.merged = write_model(root / "merge", base + lesson)
         self.quantized = write_model(root / "quantize", base + lesson + noise)
         rows = [{"prompt": w[:1], "completion": w[1:]} for w in WORDS for _ in range(2)]
@@ -141,7 +152,7 @@ class World:
             "deployed-executorch": {"bundle": self.root / "b", **self.parent("quantized")},
         }
         folder = self.root / f"evaluate-{subject}"
-        origin = Origin(stage="evaluate", inputs={}, settings={}, versions={})
+        origin = Origin(stage="evaluate", inputs={"model": "m"}, settings={}, versions={})
         return Job(
             stage="evaluate",
             recipe=replace(self.recipe, **changes),
@@ -246,7 +257,7 @@ def test_gain_kept_is_the_share_of_the_adapters_drop(world):
 
 def test_an_adapter_that_loses_has_no_gain_to_keep(world):
     base, lesson = tables()
-    write_table(world.adapter, -lesson, "adapter_model.safetensors")
+    write_adapter(world.adapter, -lesson)
     write_table(world.merged, base - lesson)
     scores, events = world.measure("base", "adapter", "merged")
     assert scores["gain_kept"] is None

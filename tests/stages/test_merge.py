@@ -14,6 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from pippin.artifact import Origin
+from pippin.engines import load_engine
 from pippin.errors import ModelError
 from pippin.events import Event, Finished, Notice, Progress
 from pippin.job import Job
@@ -31,8 +32,7 @@ TOKENS = torch.tensor([[5, 17, 3, 80, 41, 9, 60, 2]])
 
 def _merge(base: Path, adapter: Path, folder: Path, digest: str = "") -> list[Event]:
     recipe = Recipe(model=Model(source=str(base)), data=Data(source="rows.jsonl"))
-    inputs = {"model": digest} if digest else {}
-    origin = Origin(stage="merge", inputs=inputs, settings={}, versions={})
+    origin = Origin(stage="merge", inputs={"model": digest}, settings={}, versions={})
     job = Job(
         stage="merge",
         recipe=recipe,
@@ -63,6 +63,15 @@ def _peft(base: Path, folder: Path, dtype: Any, **config: Any) -> Any:
             parameter.data.normal_(0, 0.1, generator=generator)
     network.save_pretrained(folder)
     return network
+
+
+def _speaks_like(tuned: Any, base: Path, adapter: Path) -> None:
+    """The engine with the adapter on top gives peft's own distribution."""
+    model = load_engine("torch", "cpu").load(base, "float32", adapter)
+    ours = model.topk(TOKENS.numpy().astype(np.int32), 97)
+    wanted = _logits(tuned).log_softmax(-1).numpy()
+    picked = np.take_along_axis(wanted, ours.ids_BTK.astype(int), -1)
+    np.testing.assert_allclose(ours.logprobs_BTK, picked, atol=1e-4)
 
 
 def _in_dtype(model: Path, folder: Path, dtype: Any) -> Path:
@@ -135,6 +144,7 @@ def test_a_tied_pair_comes_apart_when_one_of_it_changes(
     events = _merge(base, tmp_path / "adapter", tmp_path / "merge")
     merged = _network(tmp_path / "merge")
     torch.testing.assert_close(_logits(merged), _logits(tuned), rtol=1e-4, atol=1e-4)
+    _speaks_like(tuned, base, tmp_path / "adapter")
     assert merged.config.tie_word_embeddings is False
     assert any("tied" in event.text for event in events if isinstance(event, Notice))
 
@@ -175,6 +185,27 @@ def test_gpt2_keeps_its_weights_transposed(tmp_path: Path) -> None:
     _merge(base, tmp_path / "adapter", tmp_path / "merge")
     ours = _logits(_network(tmp_path / "merge"))
     torch.testing.assert_close(ours, _logits(tuned), rtol=1e-4, atol=1e-4)
+    _speaks_like(tuned, base, tmp_path / "adapter")
+
+
+@pytest.mark.torch
+def test_a_peft_adapter_of_a_named_folder_needs_its_weights(tiny: Tiny, tmp_path: Path) -> None:
+    """PEFT records no digest, and another model of the same shapes takes every matrix."""
+    base = shutil.copytree(tiny("llama"), tmp_path / "base")
+    _peft(base, tmp_path / "adapter", torch.float32, r=2, target_modules=["q_proj"])
+    twin = shutil.copytree(base, tmp_path / "twin")
+    (twin / "README.md").write_text("the same weights in another folder")
+    events = _merge(twin, tmp_path / "adapter", tmp_path / "merge")
+    assert not [event for event in events if isinstance(event, Notice)]
+    network = _network(base)
+    network.model.norm.weight.data += 1
+    network.save_pretrained(twin)
+    with pytest.raises(ModelError, match="has other weights") as caught:
+        _merge(twin, tmp_path / "adapter", tmp_path / "other")
+    assert "base_model_name_or_path" in caught.value.hint
+    shutil.rmtree(base)
+    events = _merge(twin, tmp_path / "adapter", tmp_path / "other")
+    assert any("cannot be told" in event.text for event in events if isinstance(event, Notice))
 
 
 @pytest.mark.torch
@@ -259,7 +290,7 @@ from pippin.recipe import Data, Model, Recipe
 from pippin.stages.{stage} import {stage}
 base, adapter, out = (Path(part) for part in sys.argv[1:4])
 recipe = Recipe(model=Model(source="x"), data=Data(source="x"))
-origin = Origin(stage="{stage}", inputs={{}}, settings={{}}, versions={{}})
+origin = Origin(stage="{stage}", inputs={{"model": ""}}, settings={{}}, versions={{}})
 job = Job(stage="{stage}", recipe=recipe, inputs={{"model": base, "adapter": adapter}},
           folder=out, origin=origin)
 import numpy, tracemalloc

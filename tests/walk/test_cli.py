@@ -213,6 +213,22 @@ def test_adapter_of_another_base(made, place, fails):
     assert "the adapter was trained on model with digest" in error
 
 
+def test_an_adapter_of_pefts_is_merged_and_measured(made, place, pippin):
+    """PEFT's folder names its base and has no digest: it is looked at, and used in place."""
+    mine = shutil.copytree(made / "runs/tiny/train", place / "mine")
+    for name in ("manifest.json", "base.json"):
+        (mine / name).unlink()
+    code, _, err = pippin("run", "tiny.toml", "--set", "model.adapter=mine")
+    assert code == 0, err
+    assert not (place / "runs/tiny/train").exists()
+    scores = json.loads((place / "runs/tiny/evaluate-merged/scores.json").read_text())
+    wanted = json.loads((made / "runs/tiny/evaluate-merged/scores.json").read_text())
+    assert scores["loss"] == pytest.approx(wanted["loss"])
+    code, answer, err = pippin("generate", "mine", "1 =", "--base", "model")
+    assert code == 0, err
+    assert answer
+
+
 def write_other(folder):
     """The same layers, twice as wide."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer

@@ -12,7 +12,7 @@ from pippin import recipe
 from pippin.errors import ModelError
 from pippin.model.config import read_raw
 from pippin.model.gguf_file import convert, open_gguf
-from pippin.model.names import SIDE_FILES
+from pippin.model.names import ADAPTER_CONFIG, SIDE_FILES
 from pippin.model.weights import Checkpoint
 
 Kind: TypeAlias = Literal["hub", "folder", "gguf", "builtin"]
@@ -61,6 +61,22 @@ def locate(model: recipe.Model, folder: Path) -> Located:
             "model.source is a folder, a .gguf file, builtin:smollm2 or a hub id like owner/name",
         )
     return Located(kind="hub", location=source, needs_fetch=True)
+
+
+def locate_adapter(model: recipe.Model, folder: Path) -> Path | None:
+    """The PEFT folder that `model.adapter` names, from `folder` on; None where it names none.
+
+    Raises ModelError for one that is not there.
+    """
+    if model.adapter is None:
+        return None
+    path = folder / Path(model.adapter).expanduser()
+    if not (path / ADAPTER_CONFIG).is_file():
+        raise ModelError(
+            f"{path} is no adapter: it has no {ADAPTER_CONFIG}",
+            "model.adapter is a PEFT folder and starts at the recipe's folder",
+        )
+    return path
 
 
 def check_folder(folder: Path, trust_remote_code: bool) -> None:

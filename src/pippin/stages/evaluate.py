@@ -12,9 +12,11 @@ from pippin.engines import Sampling, Scorer
 from pippin.errors import PippinError
 from pippin.events import Event, Finished, Notice, Progress, Started
 from pippin.job import Job
+from pippin.model.adapter import load_adapter
 from pippin.model.tokenizer import Tokenizer, load_tokenizer
 from pippin.stages import distribution
 from pippin.stages.answering import answer_all, compare, exact_match
+from pippin.stages.belonging import check_base
 from pippin.stages.exam import Asked, Exam, read_exam, shorten, within
 from pippin.stages.gates import check_gates, gate_of, limits
 from pippin.stages.loading import context_of, load_scorer
@@ -35,6 +37,8 @@ def evaluate(job: Job) -> Iterator[Event]:
     yield Started(stage=job.stage, title=f"evaluate {job.subject}", total=exam.total, unit="rows")
     for text in exam.notices:
         yield Notice(stage=job.stage, text=text)
+    for text in _check_adapter(job):
+        yield Notice(stage=job.stage, text=text)
     scorer = load_scorer(job.inputs, job.recipe.model, job.recipe.evaluate.dtype)
     sitting = _Sitting(job=job, exam=exam, tokenizer=tokenizer, scorer=scorer)
     headline: dict[str, Any] = {}
@@ -45,6 +49,13 @@ def evaluate(job: Job) -> Iterator[Event]:
         headline.update({k: v for k, v in sitting.scores.items() if not isinstance(v, list | dict)})
     yield Finished(stage=job.stage, folder=str(job.folder), summary=headline)
     check_gates(job.subject, sitting.scores, job.recipe.gates)
+
+
+def _check_adapter(job: Job) -> list[str]:
+    if "adapter" not in job.inputs:
+        return []
+    adapter = load_adapter(job.inputs["adapter"])
+    return check_base(adapter, job.inputs["model"], job.origin.inputs["model"])
 
 
 def read_scores(folder: Path) -> dict[str, Any] | None:

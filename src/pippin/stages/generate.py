@@ -17,8 +17,8 @@ from pippin.events import Notice
 from pippin.model.adapter import load_adapter
 from pippin.model.tokenizer import Tokenizer, load_tokenizer
 from pippin.recipe import Data, Model, Recipe
+from pippin.stages.belonging import check_base
 from pippin.stages.loading import context_of, load_scorer
-from pippin.stages.merge import refuse_other_base
 from pippin.stages.newest import find
 from pippin.stages.speech import Detokenizer, Message, fit_messages
 
@@ -134,9 +134,10 @@ def load_speaker(
     """
     found = find(folder, base)
     if "adapter" in found.inputs:
-        refuse_other_base(
-            load_adapter(found.inputs["adapter"]), artifact.digest(found.inputs["model"])
-        )
+        model_digest = artifact.digest(found.inputs["model"])
+        adapter = load_adapter(found.inputs["adapter"])
+        for text in check_base(adapter, found.inputs["model"], model_digest):
+            notify(Notice(stage=STAGE, text=text))
     notify(Notice(stage=STAGE, text=f"speaking: {found.title}"))
     model = recipe.model if recipe else Model(source=str(folder))
     return Speaker(

@@ -20,6 +20,7 @@ from pippin.model.config import untied, with_dtype, without_quantization, write_
 from pippin.model.quantized import DenseView
 from pippin.model.source import copy_side_files
 from pippin.model.weights import Spec, Writer, is_finite, row_chunks
+from pippin.stages.belonging import check_base, embedding_of
 
 STAGE = "merge"
 _CHUNK_BYTES = 8 << 20
@@ -58,11 +59,11 @@ def merge(job: Job) -> Iterator[Event]:
     ModelError where the adapter was trained on another base, or a sum is not finite.
     """
     base, adapter = DenseView(job.inputs["model"]), load_adapter(job.inputs["adapter"])
-    refuse_other_base(adapter, job.origin.inputs.get("model", ""))
     plan = plan_merge(base, adapter)
     total = len(plan.specs)
     yield Started(stage=STAGE, title="merge the adapter", total=total, unit="tensors")
-    for text in plan.notices:
+    digest = job.origin.inputs["model"]
+    for text in (*check_base(adapter, job.inputs["model"], digest), *plan.notices):
         yield Notice(stage=STAGE, text=text)
     summary: dict[str, Any] = {"tensors": total, "merged": len(plan.deltas)}
     with artifact.writing(job.folder, job.origin, summary) as folder:
@@ -76,17 +77,6 @@ def merge(job: Job) -> Iterator[Event]:
     yield Finished(stage=STAGE, folder=str(job.folder), summary=summary)
 
 
-def refuse_other_base(adapter: Adapter, digest: str) -> None:
-    """Raise ModelError where the adapter names another base by its digest."""
-    base = adapter.base
-    if base and base.digest and digest and base.digest != digest:
-        raise ModelError(
-            f"the adapter was trained on {base.name} with digest {base.digest[:12]}, "
-            f"this model has {digest[:12]}",
-            "merge into the weights it was trained on, or train it again on these",
-        )
-
-
 def plan_merge(base: DenseView, adapter: Adapter) -> Plan:
     """Pair every update with its tensor. Raises ModelError for one that fits none."""
     specs, sources = dict(base.tensors), {name: name for name in base.tensors}
@@ -95,11 +85,10 @@ def plan_merge(base: DenseView, adapter: Adapter) -> Plan:
         config = without_quantization(config)
         notices.append("the base is quantized: the merged model is dense")
     if base.config.tied_embeddings and _touches_tied_pair(adapter):
-        embedding = _embedding(base)
+        embedding = embedding_of(base)
         specs[names.HEAD], sources[names.HEAD] = specs[embedding], embedding
         config = untied(config)
         notices.append("the adapter changes one of a tied pair: embedding and head are now two")
-    _refuse_other_copies(base, adapter)
     deltas = {}
     for linear in adapter.linears:
         name = _find(linear, specs, adapter)
@@ -113,30 +102,8 @@ def plan_merge(base: DenseView, adapter: Adapter) -> Plan:
     )
 
 
-def _refuse_other_copies(base: DenseView, adapter: Adapter) -> None:
-    for name, copy in adapter.copies.items():
-        source = name if name in base.tensors else _embedding(base)
-        if base.tensors[source].shape != copy.shape or not np.array_equal(
-            base.read(source).astype(np.float32), copy.astype(np.float32)
-        ):
-            raise ModelError(
-                f"the adapter brings a {name} of its own, which is not the base's",
-                "merge it with peft and start from the merged model",
-            )
-
-
 def _touches_tied_pair(adapter: Adapter) -> bool:
     return any(names.is_embedding(name) or names.is_head(name) for name in adapter.linears)
-
-
-def _embedding(base: DenseView) -> str:
-    found = [name for name in base.tensors if names.is_embedding(names.module(name))]
-    if len(found) != 1:
-        raise ModelError(
-            f"{base.checkpoint.folder} ties its head to an embedding that pippin does not find",
-            "leave embedding and head out of the adapter",
-        )
-    return found[0]
 
 
 def _find(linear: str, specs: dict[str, Spec], adapter: Adapter) -> str:

@@ -17,7 +17,7 @@ from pippin.engines.torch import device as devices
 from pippin.engines.torch.body import find_head
 from pippin.engines.torch.generate import generate
 from pippin.engines.torch.load import load_network
-from pippin.engines.torch.lora import add_adapter
+from pippin.engines.torch.lora import add_adapter, add_to_embedding
 from pippin.engines.torch.moments import input_moments
 from pippin.engines.torch.names import full_parameters, lora_parameters
 from pippin.engines.torch.probe import find_ability
@@ -110,6 +110,14 @@ def _add_saved_adapter(network: PreTrainedModel, folder: Path) -> None:
     from pippin.model.adapter import load_adapter
 
     adapter = load_adapter(folder)
-    names = {key.rpartition(".lora_")[0] for key in adapter.weights}
-    add_adapter(network, adapter.weights, {n: adapter.scale_of(n) for n in names}, dropout=0.0)
+    linears = {
+        name: array
+        for name, array in adapter.weights.items()
+        if name.rpartition(".lora_")[0] not in adapter.embeddings
+    }
+    for name in adapter.embeddings:
+        pair = (adapter.weights[f"{name}.lora_{side}.weight"] for side in "BA")
+        add_to_embedding(network, name, adapter.scale_of(name), *pair)
+    names = {key.rpartition(".lora_")[0] for key in linears}
+    add_adapter(network, linears, {n: adapter.scale_of(n) for n in names}, dropout=0.0)
     network.requires_grad_(False)

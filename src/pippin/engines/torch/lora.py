@@ -6,8 +6,10 @@ Shape letters: N tokens, I inputs, O outputs, R rank.
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
 
 from pippin.engines import Weights
 from pippin.errors import ModelError
@@ -94,21 +96,57 @@ def add_adapter(
     return layers
 
 
+def add_to_embedding(
+    network: nn.Module, name: str, scale: float, b_VR: NDArray[Any], a_RD: NDArray[Any]
+) -> None:
+    """Add a saved update to an embedding's rows. A head that is tied to it keeps the old ones.
+
+    Raises ModelError where the network has no such embedding, or one of another shape.
+    """
+    module = _submodule(network, name)
+    weight_VD = getattr(module, "weight", None)
+    shape = (b_VR.shape[0], a_RD.shape[1])
+    if not isinstance(module, nn.Embedding) or module.weight.shape != shape:
+        found = None if weight_VD is None else tuple(weight_VD.shape)
+        raise ModelError(
+            f"the adapter wants an embedding {name} of {shape}, the model has {found}",
+            "the adapter was trained on another base; name its base as model.source",
+        )
+    exact = torch.promote_types(module.weight.dtype, torch.float32)
+    b, a = (torch.from_numpy(half).to(module.weight.device, exact) for half in (b_VR, a_RD))
+    summed_VD = (module.weight.to(exact) + scale * b @ a).to(module.weight.dtype)
+    module.weight = nn.Parameter(summed_VD, requires_grad=False)
+
+
 def _find_linear(network: nn.Module, name: str) -> nn.Linear:
+    module = _submodule(network, name)
+    if isinstance(module, Conv1D):
+        return _as_linear(module)
+    if not isinstance(module, nn.Linear):
+        raise ModelError(
+            f"the adapter wants {name}, which is a {type(module).__name__}, not a linear",
+            'name linears in lora.targets, or set train.method = "full"; an adapter that is there '
+            "can be merged with `pippin merge`",
+        )
+    return module
+
+
+def _as_linear(module: Conv1D) -> nn.Linear:
+    """GPT-2's linear, which keeps its weight transposed: the same memory, seen as (O, I)."""
+    inputs, outputs = module.weight.shape
+    linear = nn.Linear(inputs, outputs, device="meta")
+    linear.weight, linear.bias = nn.Parameter(module.weight.data.T), module.bias
+    return linear.requires_grad_(False)
+
+
+def _submodule(network: nn.Module, name: str) -> nn.Module:
     try:
-        module = network.get_submodule(name)
+        return network.get_submodule(name)
     except AttributeError as error:
         raise ModelError(
             f"the adapter wants {name}, the model has no such layer",
             "the adapter was trained on another base; name its base as model.source",
         ) from error
-    if not isinstance(module, nn.Linear):
-        raise ModelError(
-            f"the adapter wants {name}, which is a {type(module).__name__}, not a linear",
-            'name linears in lora.targets, set train.method = "full", or merge an adapter that is '
-            "there with `pippin merge` or peft",
-        )
-    return module
 
 
 def _pair(base: nn.Linear, name: str, weights: Weights) -> tuple[Tensor, Tensor]:
