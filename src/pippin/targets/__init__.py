@@ -12,6 +12,7 @@ from pippin.recipe import Quantize, Recipe
 
 TARGETS = {
     "executorch": "pippin.targets.executorch",
+    "gguf": "pippin.targets.gguf",
 }
 
 

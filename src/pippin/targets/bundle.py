@@ -1,0 +1,129 @@
+"""What every deployed bundle has beside its model: tokenizer, description, README, digests."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pippin import artifact
+from pippin.errors import ModelError
+from pippin.events import Notice
+from pippin.model.config import read_config
+from pippin.model.names import CONFIG, GENERATION_CONFIG, SIDE_FILES
+from pippin.model.tokenizer import Tokenizer
+from pippin.targets import Bundle
+from pippin.targets.guide import Guide, render
+from pippin.versions import versions
+
+DESCRIPTION, README = "deploy.json", "README.md"
+_SHORTEST = 8
+_TEXT = (
+    "Water boils at a lower temperature on a high mountain, because the air above presses on it "
+    "with less force. A cook who climbs must be patient: rice takes longer, beans longer still, "
+    "and tea never tastes quite right. In 1804 a young chemist carried his instruments to 7,016 "
+    "metres under a balloon, wrote down what he felt, and found the air up there made of the same "
+    "gases as below: about 21 parts of oxygen in 100.\n\ndef pressure(height: float) -> float:\n"
+    "    return 101325 * (1 - 2.25577e-5 * height) ** 5.25588\n"
+)
+
+
+def require_context(bundle: Bundle) -> int:
+    """The bundle's context in tokens. Raises ModelError where the model has fewer positions."""
+    limit = read_config(bundle.quantized).max_positions
+    if bundle.context < _SHORTEST or (limit is not None and bundle.context > limit):
+        raise ModelError(
+            f"a context of {bundle.context} tokens; the model knows positions up to {limit}",
+            f"set deploy.context between {_SHORTEST} and {limit}",
+        )
+    return bundle.context
+
+
+def copy_side_files(bundle: Bundle) -> None:
+    """Tokenizer, template, generation defaults and config.json into the bundle."""
+    for name in (*SIDE_FILES, CONFIG):
+        if (bundle.quantized / name).is_file():
+            shutil.copyfile(bundle.quantized / name, bundle.folder / name)
+
+
+def check_prompts(tokenizer: Tokenizer, context: int) -> tuple[list[list[int]], list[str]]:
+    """Prompts of several lengths that fit, and what could not be among them."""
+    text = tokenizer.encode(_TEXT)
+    prompts = [text[:1], text[:5], text[: min(len(text), context - 1)]]
+    if not tokenizer.has_template:
+        return prompts, ["the model has no chat template; the check is of plain text alone"]
+    messages = [{"role": "user", "content": "What is gravity? Answer in two sentences."}]
+    chat = tokenizer.render(messages, generation_prompt=True)
+    if len(chat) >= context:
+        return prompts, [f"a chat prompt of {len(chat)} tokens does not fit: not checked"]
+    return [*prompts, chat], []
+
+
+def corpus(tokenizer: Tokenizer) -> list[str]:
+    """Texts on which tokenizers part: special tokens, numbers, spaces, other scripts, a chat."""
+    plain = [
+        _TEXT,
+        "in 2026, 1234567 x 3.14159 = ?",
+        "  two  spaces,\ttabs\n\n\nand   lines \n",
+        "naïve café, Größe, Ελληνικά, русский, العربية, हिन्दी, 日本語のテキスト, 한국어, 🙂👩‍👩‍👧",
+        "I'll, you're, THEY'VE; snake_case camelCase <tag/> {json: [1, 2]}",
+    ]
+    specials = [f"before{text}after {text}" for text in tokenizer.special_texts[:8]]
+    if not tokenizer.has_template:
+        return plain + specials
+    turns = [
+        {"role": "user", "content": "What is gravity?"},
+        {"role": "assistant", "content": "A force."},
+        {"role": "user", "content": "Только два слова."},
+    ]
+    return [*plain, *specials, tokenizer.render_text(turns, generation_prompt=True)]
+
+
+def describe(bundle: Bundle, target: str, tokenizer: Tokenizer, files: dict[str, str]) -> Any:
+    """What deploy.json says of every bundle; the files' digests are taken as they now are.
+
+    `files` says what each of the target's own files is; those together are its size.
+    """
+    generation = bundle.quantized / GENERATION_CONFIG
+    return {
+        "target": target,
+        "files": files,
+        "context": bundle.context,
+        "stop_ids": sorted(tokenizer.stop_ids),
+        "bos_id": tokenizer.bos_id,
+        "generation": json.loads(generation.read_text()) if generation.is_file() else {},
+        "size_bytes": sum(_bytes(bundle.folder / name) for name in files),
+        "parent": artifact.digest(bundle.quantized),
+        "digests": artifact.file_digests(bundle.folder),
+        "versions": versions(),
+    }
+
+
+def finish(bundle: Bundle, description: dict[str, Any], guide: Callable[[Any], Guide]) -> None:
+    """Write deploy.json and the README that `guide` makes of it."""
+    (bundle.folder / DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n")
+    (bundle.folder / README).write_text(render(guide(description), description))
+
+
+def read_description(folder: Path) -> dict[str, Any]:
+    """deploy.json. Raises ModelError where a file is missing or not as it was deployed."""
+    try:
+        description = json.loads((folder / DESCRIPTION).read_text())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{folder}: {error}", "deploy again: --redo deploy") from error
+    for name, digest in description["digests"].items():
+        if not (folder / name).is_file() or artifact.digest(folder / name) != digest:
+            raise ModelError(
+                f"{folder / name} is not the file that was deployed",
+                "a tokenizer of another model gives other tokens; deploy again: --redo deploy",
+            )
+    return description
+
+
+def notice(target: str, text: str) -> Notice:
+    """A notice of a target's."""
+    return Notice(stage="deploy", text=f"{target}: {text}")
+
+
+def _bytes(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else artifact.size(path)

@@ -1,0 +1,48 @@
+"""GGUF for llama.cpp and what is built on it: codes moved bit for bit, re-read before it is done.
+
+constraint.py   what the format can hold, asked before any work
+blocks.py       codes and scales as GGML's blocks
+tensors.py      names and row orders of the architectures
+metadata.py     the architecture's figures
+vocabulary.py   the tokenizer
+writing.py      the bundle
+reading.py      the file back as a model folder, and its comparison
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from pippin.engines import Scorer
+from pippin.events import Event
+from pippin.recipe import Quantize
+from pippin.targets import Bundle
+from pippin.targets.gguf.constraint import refuse_model, refuse_quantize
+
+
+class Gguf:
+    """The target; its packages are imported when it writes or loads."""
+
+    def refusal(self, quantize: Quantize, checkpoint: Path) -> tuple[str, str] | None:
+        """The first reason against deploying such a model, as (message, hint); None for none."""
+        reasons = [*refuse_model(checkpoint), *refuse_quantize(quantize)]
+        return reasons[0] if reasons else None
+
+    def write(self, bundle: Bundle) -> Iterator[Event]:
+        """Make, describe and check the bundle. Raises what writing.write raises."""
+        from pippin.targets.gguf import writing
+
+        yield from writing.write(bundle)
+
+    def load(self, folder: Path) -> Scorer:
+        """The file's tensors, read back and dequantized, in PyTorch: not llama.cpp itself.
+
+        Raises ModelError for an incomplete bundle.
+        """
+        from pippin.targets.gguf import reading
+
+        return reading.load(folder)
+
+
+def make_target() -> Gguf:
+    """The target's entry in the table."""
+    return Gguf()

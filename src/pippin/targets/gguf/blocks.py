@@ -1,0 +1,81 @@
+"""Codes and scales as GGML's blocks of 32 weights, bit for bit.
+
+A block begins with its scale, and its minimum where it has one, in float16; codes of 4 bits follow
+with weight i in the low and weight i + 16 in the high half of byte i, the fifth bits before them in
+one word (https://github.com/ggml-org/ggml, ggml-common.h).
+
+Shape letters: O outputs, I inputs, G groups, N blocks of a row, B weights of a block.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pippin.errors import ModelError
+
+BLOCK = 32
+_SYMMETRIC = {2: "Q4_0", 3: "Q4_0", 4: "Q4_0", 5: "Q5_0", 6: "Q8_0", 8: "Q8_0"}
+_AFFINE = {2: "Q4_1", 3: "Q4_1", 4: "Q4_1", 5: "Q5_1"}
+_BITS = {"Q4_0": 4, "Q4_1": 4, "Q5_0": 5, "Q5_1": 5, "Q8_0": 8}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stored:
+    """A quantized matrix: codes (O, I) uint8, scales and biases (O, G) in float32."""
+
+    name: str
+    bits: int
+    codes_OI: NDArray[np.uint8]
+    scales_OG: NDArray[np.float32]
+    biases_OG: NDArray[np.float32]
+
+
+def block_type(bits: int, scales_OG: NDArray[np.float32], biases_OG: NDArray[np.float32]) -> str:
+    """The smallest of GGML's types that holds such codes exactly; "" where there is none."""
+    symmetric = bool((biases_OG == scales_OG * -(2 ** (bits - 1))).all())
+    return (_SYMMETRIC if symmetric else _AFFINE).get(bits, "")
+
+
+def pack_blocks(stored: Stored, kind: str) -> NDArray[np.uint8]:
+    """The rows' bytes in the type that `block_type` gave, (O, bytes).
+
+    Raises ModelError for scales that float16 would round.
+    """
+    rows, inputs = stored.codes_OI.shape
+    heads = [_halves(stored, stored.scales_OG)]
+    codes_OI = stored.codes_OI
+    if kind in _AFFINE.values():
+        heads.append(_halves(stored, stored.biases_OG))
+    else:
+        # GGML's symmetric codes count from the middle of its own range.
+        codes_OI = codes_OI + np.uint8(2 ** (_BITS[kind] - 1) - 2 ** (stored.bits - 1))
+    body = _body(codes_OI.reshape(rows, inputs // BLOCK, BLOCK), _BITS[kind])
+    return np.concatenate([*heads, *body], -1).reshape(rows, -1)
+
+
+def _halves(stored: Stored, values_OG: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """A value for each block, as the two bytes of a float16: (O, N, 2)."""
+    with np.errstate(over="ignore"):
+        halves_OG = values_OG.astype(np.float16)
+    rounded = int((halves_OG.astype(np.float32) != values_OG).sum())
+    if rounded:
+        raise ModelError(
+            f"gguf: {rounded} of {values_OG.size} group scales of {stored.name} are no float16, "
+            "which GGUF stores",
+            f'set quantize.keep = ["{stored.name}"]: its weights are too small or too large',
+        )
+    rows, groups = values_OG.shape
+    blocks_ON = np.repeat(halves_OG, stored.codes_OI.shape[1] // BLOCK // groups, axis=1)
+    return blocks_ON.view(np.uint8).reshape(rows, -1, 2)
+
+
+def _body(codes_ONB: NDArray[np.uint8], bits: int) -> list[NDArray[Any]]:
+    if bits == 8:
+        return [codes_ONB ^ np.uint8(128)]
+    low_ONB = codes_ONB & np.uint8(15)
+    nibbles = low_ONB[..., : BLOCK // 2] | low_ONB[..., BLOCK // 2 :] << np.uint8(4)
+    if bits == 4:
+        return [nibbles]
+    return [np.packbits(codes_ONB >> np.uint8(4), axis=-1, bitorder="little"), nibbles]
