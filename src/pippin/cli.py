@@ -12,6 +12,7 @@ from types import FrameType
 from pippin.errors import PippinError
 
 COMMANDS = {
+    "check": "whether this device computes what it should, before anything is trained on it",
     "run": "every stage of a recipe, from the model to the deployed file",
     "plan": "what a run will do, need and refuse, before any work",
     "data": "the rows as the model sees them: trained tokens, lengths, what is cut",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pippin.cli import COMMANDS, help_text
+from pippin.commands_check import check
 
 if TYPE_CHECKING:
     from pippin.console import Console
@@ -283,3 +284,6 @@ def version() -> None:
 
     for name, number in versions().items():
         click.echo(f"{name} {number}")
+
+
+pippin.add_command(check)

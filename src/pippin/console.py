@@ -9,10 +9,12 @@ from typing import Any, TextIO
 
 from rich.console import Console as Rich
 
-from pippin import tables
+from pippin import tables, tables_check
+from pippin.check import Finding
+from pippin.check.runner import Begun
 from pippin.data import show
 from pippin.data.show import Look
-from pippin.events import Event, Notice
+from pippin.events import Event, Notice, Progress, Started
 from pippin.plan import Plan
 from pippin.printers import JsonPrinter, LinePrinter, Printer, QuietPrinter, TerminalPrinter
 
@@ -130,6 +132,35 @@ class Console:
         for name, value in facts:
             self.text(f"{name:9} {value}")
         self.out.print(tables.plan_steps(plan, done))
+
+    def probes(self, found: Iterator[Begun | Finding]) -> list[Finding]:
+        """Draw a device's probes as they come, then their table; the findings."""
+        printer, findings, where = self.printer(), [], ""
+        try:
+            for each in found:
+                if isinstance(each, Begun):
+                    where = each.where
+                    title = f"probing {where}"
+                    printer.show(Started(stage="check", title=title, total=each.count))
+                else:
+                    findings.append(each)
+                    printer.show(Progress(stage="check", done=len(findings), values={}))
+                    if self.mode == "json":
+                        self.json({"event": "probe", **each.as_json()})
+        finally:
+            printer.close()
+        self._findings(findings, where)
+        return findings
+
+    def _findings(self, findings: list[Finding], where: str) -> None:
+        line = tables_check.count_line(findings, where)
+        if self.mode == "json":
+            self.json({"event": "results", "where": where, "text": line})
+            return
+        self.out.print(tables_check.findings_table(findings))
+        for text in tables_check.failures(findings):
+            self.out.print(text, soft_wrap=True)
+        self.text(line)
 
 
 def plan_json(plan: Plan, done: set[str]) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class TorchTrainer:
         if train.frozen_dtype == "float8":
             self.notices += (freeze_in_float8(decoder_layers(network), network.device),)
         if train.gradient_checkpointing:
-            _checkpoint_activations(network)
+            checkpoint_activations(network)
         self.compiled = self._compile()
         if not self.compiled:
             fuse(network)
@@ -179,7 +179,8 @@ def _waits(name: str) -> bool:
     return name.endswith(".lora_A.weight")
 
 
-def _checkpoint_activations(network: PreTrainedModel) -> None:
+def checkpoint_activations(network: PreTrainedModel) -> None:
+    """Activations inside layers are recomputed in the backward, not kept."""
     names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
     enable = next(getattr(network, name) for name in names if hasattr(network, name))
     enable({"use_reentrant": False})
