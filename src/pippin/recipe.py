@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 DType: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
-EngineName: TypeAlias = Literal["jax", "torch"]
+EngineName: TypeAlias = Literal["jax", "mlx", "torch"]
 DeviceName: TypeAlias = Literal["auto", "cpu", "cuda", "mps"]
 DataFormat: TypeAlias = Literal[
     "auto", "messages", "prompt_completion", "instruction", "sharegpt", "text"

@@ -19,6 +19,8 @@ Tokens: TypeAlias = NDArray[np.int32]
 Weights: TypeAlias = dict[str, NDArray[Any]]
 
 ENGINES = {
+    "jax": "pippin.engines.jax",
+    "mlx": "pippin.engines.mlx",
     "torch": "pippin.engines.torch",
 }
 

@@ -15,6 +15,7 @@ _SPELLINGS = {
     "num_heads": ("num_attention_heads", "n_head", "n_heads"),
     "vocab_size": ("vocab_size",),
 }
+_INNER = ("intermediate_size", "n_inner", "ffn_dim", "moe_intermediate_size")
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
 
 
@@ -112,18 +113,51 @@ def with_rope_keys(raw: dict[str, Any]) -> dict[str, Any]:
     """The config with rope's figures at top level too, where mlx-lm looks for them.
 
     transformers 5 writes `rope_parameters`; a reader that does not know the key falls back to a
-    theta of 10000 and computes other logits without a word.
+    theta of 10000 and computes other logits without a word. Where kinds of layers differ, those of
+    full attention are the plain figures.
     """
-    rope = raw.get("rope_parameters")
-    if not isinstance(rope, dict) or any(isinstance(v, dict) for v in rope.values()):
-        return raw
     changed = dict(raw)
-    if "rope_theta" in rope:
-        changed["rope_theta"] = rope["rope_theta"]
+    if isinstance(raw.get("text_config"), dict):
+        changed["text_config"] = with_rope_keys(raw["text_config"])
+    rope = raw.get("rope_parameters")
+    if not isinstance(rope, dict):
+        return changed
+    if isinstance(rope.get("full_attention"), dict):
+        local = rope.get("sliding_attention") or {}
+        if "rope_theta" in local:
+            changed["rope_local_base_freq"] = local["rope_theta"]
+        if "full_attention" in (raw.get("layer_types") or ()):
+            changed["sliding_window_pattern"] = raw["layer_types"].index("full_attention") + 1
+        rope = rope["full_attention"]
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if key in rope:
+            changed[key] = rope[key]
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     if scaling.get("rope_type", "default") != "default":
         changed["rope_scaling"] = scaling
     return changed
+
+
+def shrunk(raw: dict[str, Any], vocabulary: int) -> dict[str, Any]:
+    """The config of a small model with the same arithmetic: few layers, a small vocabulary.
+
+    As many layers are left as show every kind there is; widths of attention stay, and so do all
+    figures that are no sizes.
+    """
+    changed = dict(raw)
+    kinds = raw.get("layer_types") or []
+    kept = max([2, raw.get("sliding_window_pattern") or 0, *(kinds.index(k) + 1 for k in kinds)])
+    for key in _SPELLINGS["num_layers"]:
+        if isinstance(raw.get(key), int):
+            changed[key] = min(kept, raw[key])
+    if kinds:
+        changed["layer_types"] = kinds[:kept]
+    for key in _INNER:
+        if isinstance(raw.get(key), int):
+            changed[key] = min(256, raw[key])
+    for number, key in enumerate(("pad_token_id", "bos_token_id", "eos_token_id")):
+        changed[key] = number
+    return changed | {"vocab_size": vocabulary}
 
 
 def _figure(text: dict[str, Any], spellings: tuple[str, ...], folder: Path) -> int:

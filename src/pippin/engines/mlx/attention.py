@@ -1,0 +1,128 @@
+"""Exact attention over samples packed into one row: every sample attends to itself alone.
+
+mlx-lm's models ask their cache for positions and a mask, and hand the mask to one function: a
+`Packing` in the place of the cache answers both, and the function is replaced while it is in use.
+
+Shape letters: H heads, K kv heads, T tokens, L tokens of one sample, C head channels.
+"""
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+
+ATTEND = "scaled_dot_product_attention"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Packing:
+    """Stands where a layer expects its cache. `edges` are where samples begin, and the end.
+
+    `offset` are the positions of all tokens (T,), which restart with every sample. With `dense` the
+    mask is an array (T, T), for models that compute attention themselves.
+    """
+
+    edges: tuple[int, ...]
+    offset: mx.array
+    dense: bool = False
+
+    def make_mask(self, *_: Any, window_size: int | None = None, **__: Any) -> Any:
+        """What mlx-lm asks of a cache before it runs the layers."""
+        return self._block_mask(window_size) if self.dense else Window(self.edges, window_size)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Nothing is kept."""
+        return keys, values
+
+    def _block_mask(self, window: int | None) -> mx.array:
+        starts_T = mx.arange(len(self.offset)) - self.offset
+        return (starts_T[:, None] == starts_T[None]) & visible(len(self.offset), window)
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The mask of a packed row, in words. `size` limits how far back a token sees."""
+
+    edges: tuple[int, ...]
+    size: int | None
+
+
+@contextlib.contextmanager
+def packed_attention(network: nn.Module) -> Generator[None]:
+    """Inside, the network's attention understands a `Window`; any other mask goes its old way."""
+    files = {sys.modules[type(module).__module__] for module in network.modules()}
+    before = {file: getattr(file, ATTEND) for file in files if hasattr(file, ATTEND)}
+    for file, own in before.items():
+        setattr(file, ATTEND, functools.partial(_attend, own))
+    try:
+        yield
+    finally:
+        for file, own in before.items():
+            setattr(file, ATTEND, own)
+
+
+def accept_positions(network: nn.Module) -> None:
+    """Let the rotary embeddings take a position a token where they take an offset a row."""
+    for module in network.modules():
+        kind = type(module)
+        if "rope" in kind.__name__.lower():
+            module.__class__ = _positioned(kind)
+
+
+def _attend(
+    own: Callable[..., mx.array],
+    query: mx.array,
+    key: mx.array,
+    value: mx.array,
+    *args: Any,
+    **kw: Any,
+) -> mx.array:
+    """mlx-lm's signature: (1, H, T, C) and (1, K, T, C) -> (1, H, T, C)."""
+    mask = kw.get("mask")
+    if not isinstance(mask, Window):
+        return own(query, key, value, *args, **kw)
+    inner = list(mask.edges[1:-1])
+    parts = [mx.split(x, inner, axis=2) if inner else [x] for x in (query, key, value)]
+    rule: dict[str, Any] = {"scale": kw["scale"], "sinks": kw.get("sinks")}
+    outs = [
+        mx.fast.scaled_dot_product_attention(q, k, v, mask=_mask(q.shape[2], mask.size), **rule)
+        for q, k, v in zip(*parts, strict=True)
+    ]
+    return mx.concatenate(outs, axis=2) if len(outs) > 1 else outs[0]
+
+
+def _mask(length: int, window: int | None) -> Any:
+    return visible(length, window) if window is not None and length > window else "causal"
+
+
+def visible(length: int, window: int | None) -> mx.array:
+    """(L, L): true where a query sees a key, itself and the `window - 1` tokens before it."""
+    index = mx.arange(length)
+    distance = index[:, None] - index[None]
+    return (distance >= 0) & (distance < (window or length))
+
+
+@functools.cache
+def _positioned(kind: Any) -> type:
+    if hasattr(kind, "takes_positions"):
+        return kind
+
+    class Positioned(kind):
+        takes_positions = True
+
+        def __call__(self, x: mx.array, offset: Any = 0, *args: Any, **kwargs: Any) -> mx.array:
+            packed = isinstance(offset, mx.array) and offset.ndim == 1 and len(x) == 1
+            if not packed or offset.size != x.shape[-2] or offset.size == 1:
+                return super().__call__(x, offset, *args, **kwargs)
+            # An offset a row is what there is: each token becomes a row of its own.
+            rows = super().__call__(x.swapaxes(0, -2), offset, *args, **kwargs)
+            return rows.swapaxes(0, -2)
+
+    Positioned.__name__ = Positioned.__qualname__ = kind.__name__
+    Positioned.__module__ = kind.__module__
+    return Positioned

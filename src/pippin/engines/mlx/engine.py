@@ -1,0 +1,126 @@
+"""MLX on one device: loading a checkpoint, and what a loaded checkpoint can be asked.
+
+Shape letters: B rows, T tokens, K kept tokens of a distribution.
+"""
+
+import functools
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from mlx import nn
+from numpy.typing import NDArray
+
+from pippin.data.batches import Batch
+from pippin.engines import Sampling, Tokens, TopK, Weights
+from pippin.engines.mlx import device as devices
+from pippin.engines.mlx import parity
+from pippin.engines.mlx.blas import notice
+from pippin.engines.mlx.body import Loaded, find_head
+from pippin.engines.mlx.generate import decodes_together, generate
+from pippin.engines.mlx.load import load_network
+from pippin.engines.mlx.lora import add_adapter
+from pippin.engines.mlx.moments import input_moments
+from pippin.engines.mlx.names import full_places, lora_places
+from pippin.engines.mlx.probe import find_ability
+from pippin.engines.mlx.score import logprobs, topk
+from pippin.engines.mlx.trainer import MlxTrainer
+from pippin.model.config import read_raw
+from pippin.recipe import Lora, Train
+
+
+class MlxEngine:
+    """MLX on one device."""
+
+    def __init__(self, device: str, remote_code: bool = False) -> None:
+        self._device = device
+        self._remote_code = remote_code
+
+    def load(self, checkpoint: Path, dtype: str, adapter: Path | None = None) -> "MlxModel":
+        """A Hugging Face folder, plain or quantized in our layout, with an optional PEFT folder.
+
+        `dtype` auto is bfloat16 on a GPU, else float32. Quantized tensors stay quantized. Raises
+        ModelError for a folder that cannot be loaded, an architecture that mlx-lm computes
+        differently than transformers, or an adapter of another base.
+        """
+        picked = devices.pick_dtype(dtype, self._device)
+        network = load_network(checkpoint, picked, self._remote_code)
+        longest = parity.check(checkpoint)
+        if adapter is not None:
+            _add_saved_adapter(network, adapter)
+        slow = notice() if self._device == "cpu" else None
+        loaded = Loaded(
+            network=network,
+            head=find_head(network, read_raw(checkpoint)),
+            longest=longest,
+            notices=(slow,) if slow else (),
+        )
+        return MlxModel(loaded, checkpoint)
+
+    def device(self) -> str:
+        """The device in words, e.g. `cpu (2 cores)`."""
+        return devices.describe(self._device)
+
+    def dtype(self, name: str) -> str:
+        """The dtype that a recipe's name stands for on this device: what `auto` picks."""
+        return devices.dtype_name(devices.pick_dtype(name, self._device))
+
+    def peak_memory(self) -> int:
+        """Bytes: the GPU allocator's peak, or the process's peak resident set."""
+        return devices.peak_memory(self._device)
+
+
+class MlxModel:
+    """A loaded checkpoint."""
+
+    def __init__(self, loaded: Loaded, checkpoint: Path) -> None:
+        self.loaded, self.network, self.checkpoint = loaded, loaded.network, checkpoint
+
+    def logprobs(self, tokens_BT: Tokens) -> NDArray[np.float32]:
+        """log p(token t+1 | tokens up to t), (B, T-1). Rows are padded on the right."""
+        self.loaded.refuse_long(tokens_BT.shape[1])
+        return logprobs(self.network, self.loaded.head, tokens_BT)
+
+    def topk(self, tokens_BT: Tokens, k: int, ids_BTK: NDArray[np.int32] | None = None) -> TopK:
+        """The k likeliest next tokens at every position, then the given ids, in one pass."""
+        self.loaded.refuse_long(tokens_BT.shape[1])
+        return topk(self.network, self.loaded.head, tokens_BT, k, ids_BTK)
+
+    def generate(self, prompts: Sequence[Tokens], sampling: Sampling) -> Iterator[list[int | None]]:
+        """Each step's token of every prompt; None for a row that has ended."""
+        self.loaded.refuse_long(max(map(len, prompts), default=0) + sampling.max_tokens)
+        return generate(self.network, prompts, sampling, batched=self._batched)
+
+    def input_moments(
+        self, batches: Sequence[Batch], names: Collection[str] | None = None
+    ) -> dict[str, NDArray[np.float32]]:
+        """X^T X of every linear's inputs over the batches' real tokens, (D, D) float32, by name.
+
+        `names` asks for those linears alone. Linears that read the same inputs get the same array.
+        """
+        layout = find_ability(self.network).layout
+        return input_moments(self.network, [layout(batch) for batch in batches], names)
+
+    def trainer(self, train: Train, lora: Lora | None, weights: Weights, seed: int) -> MlxTrainer:
+        """A trainer that takes this model over. `lora` None trains every weight.
+
+        `weights` is the first adapter: `<linear>.lora_A.weight` (R, I), `<linear>.lora_B.weight`
+        (O, R). Raises ModelError where it does not fit the model.
+        """
+        if lora is None:
+            places = full_places(self.network, self.checkpoint)
+        else:
+            places = lora_places(self.network, lora, weights)
+        return MlxTrainer(self.loaded, places, train, seed)
+
+    @functools.cached_property
+    def _batched(self) -> bool:
+        return decodes_together(self.network)
+
+
+def _add_saved_adapter(network: nn.Module, folder: Path) -> None:
+    from pippin.model.adapter import load_adapter
+
+    adapter = load_adapter(folder)
+    names = {key.rpartition(".lora_")[0] for key in adapter.weights}
+    add_adapter(network, adapter.weights, {n: adapter.scale_of(n) for n in names}, dropout=0.0)

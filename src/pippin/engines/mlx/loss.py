@@ -1,0 +1,81 @@
+"""Cross-entropy of the head on scored positions only, in chunks: no tensor of tokens x vocabulary.
+
+Shape letters: S scored positions, D hidden, V vocabulary, C positions of one chunk.
+"""
+
+from typing import Any
+
+import mlx.core as mx
+
+from pippin.engines.mlx.body import Head, scalar
+
+
+def head_loss(
+    hidden_SD: mx.array, targets_S: mx.array, head: Head, *, head_trained: bool
+) -> mx.array:
+    """Summed cross-entropy in nats, a float32 scalar.
+
+    Gradients go to the hidden states, and to the head's dense weight where it is trained. They are
+    made in the forward, chunk by chunk, while the logits are there.
+    """
+
+    @mx.custom_function
+    def summed(hidden: mx.array, *weights: mx.array) -> tuple[mx.array, ...]:
+        return _chunks(hidden, targets_S, head, weights)
+
+    @summed.vjp
+    def backward(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
+        del primals
+        return [grad * cotangents[0].astype(grad.dtype) for grad in outputs[1:]]
+
+    weights = (head.weight,) if head_trained else ()
+    outputs: Any = summed(hidden_SD, *weights)
+    return outputs[0]
+
+
+def plain_loss(hidden_SD: mx.array, targets_S: mx.array, head: Head) -> float:
+    """The same number without gradients."""
+    total = 0.0
+    for start in range(0, len(targets_S), head.chunk):
+        part = slice(start, start + head.chunk)
+        total += scalar(logits_loss(head.logits(hidden_SD[part]), targets_S[part]))
+    return total
+
+
+def _chunks(
+    hidden_SD: mx.array, targets_S: mx.array, head: Head, weights: tuple[mx.array, ...]
+) -> tuple[mx.array, ...]:
+    """The loss, the gradient of the hidden states, and that of the weight where it is given."""
+    loss, grads, grad_VD = mx.array(0.0), [], None
+    for start in range(0, len(targets_S), head.chunk):
+        hidden_CD = hidden_SD[start : start + head.chunk]
+        if grads:  # one chunk's logits at a time
+            hidden_CD = mx.depends([hidden_CD], [grads[-1]])[0]
+        target_C1 = targets_S[start : start + head.chunk, None]
+        products_CV = head.products(hidden_CD)
+        chunk_loss, d_CV = _chunk(products_CV, target_C1, head)
+        loss = loss + chunk_loss
+        grads.append(mx.vjp(head.products, [hidden_CD], [d_CV])[1][0])
+        if weights:
+            part_VD = (d_CV.T @ hidden_CD).astype(mx.float32)
+            grad_VD = part_VD if grad_VD is None else grad_VD + part_VD
+    extra = () if grad_VD is None else (grad_VD.astype(weights[0].dtype),)
+    return (loss, mx.concatenate(grads), *extra)
+
+
+def _chunk(products_CV: mx.array, target_C1: mx.array, head: Head) -> tuple[mx.array, mx.array]:
+    """The chunk's summed loss and its gradient with respect to the products."""
+    logits_CV = head.finish(products_CV)
+    sum_C1 = mx.logsumexp(logits_CV, axis=1, keepdims=True)
+    loss = (sum_C1 - mx.take_along_axis(logits_CV, target_C1, axis=1)).sum()
+    chances_CV = mx.exp(logits_CV - sum_C1)
+    hit_CV = mx.arange(head.vocab)[None] == target_C1
+    d_CV = (chances_CV - hit_CV) * head.slope(logits_CV)
+    return loss, d_CV.astype(products_CV.dtype)
+
+
+def logits_loss(logits_SV: mx.array, targets_S: mx.array) -> mx.array:
+    """Summed cross-entropy in nats of logits that are already there."""
+    logits_SV = logits_SV.astype(mx.float32)
+    picked_S1 = mx.take_along_axis(logits_SV, targets_S[:, None], axis=1)
+    return (mx.logsumexp(logits_SV, axis=1, keepdims=True) - picked_S1).sum()

@@ -1,0 +1,81 @@
+"""X^T X of every linear's inputs: what calibrated quantizers minimise their error against.
+
+Shape letters: N real tokens, D features.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx import nn
+from numpy.typing import NDArray
+
+from pippin.engines.mlx.lora import LINEARS, LoraLinear
+from pippin.engines.mlx.probe import run_rows
+from pippin.engines.mlx.rows import Rows
+
+HEAD = "lm_head"
+
+
+class _Collector:
+    """Sums X^T X by linear. Neighbours that read the same tensor share one sum."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, mx.array] = {}
+        self.owner: dict[str, str] = {}
+        self.real_N = mx.array([], mx.int32)
+        self._last: tuple[mx.array, str] | None = None
+
+    def add(self, name: str, x: mx.array) -> None:
+        if self._last is not None and self._last[0] is x:
+            self.owner[name] = self._last[1]
+            return
+        self._last, self.owner[name] = (x, name), name
+        x_ND = x.reshape(-1, x.shape[-1])[self.real_N].astype(mx.float32)
+        moment_DD = x_ND.T @ x_ND
+        self.sums[name] = self.sums[name] + moment_DD if name in self.sums else moment_DD
+        mx.eval(self.sums[name])  # or the inputs of all layers would wait in memory
+
+
+def input_moments(
+    network: nn.Module, batches: Sequence[Rows], names: Collection[str] | None = None
+) -> dict[str, NDArray[np.float32]]:
+    """By linear's name, the head included: (D, D) float32 over the batches' real tokens.
+
+    With `names`, of those linears alone.
+    """
+    collector = _Collector()
+    watched = [
+        (name, module, type(module))
+        for name, module in _linears(network)
+        if name != HEAD and (names is None or name in names)
+    ]
+    try:
+        for name, module, kind in watched:
+            module.__class__ = _watching(kind, name, collector)
+        for rows in batches:
+            collector.real_N = rows.real_N
+            hidden_BTD = run_rows(network, rows)
+            if names is None or HEAD in names:
+                collector.add(HEAD, hidden_BTD)
+    finally:
+        for _, module, kind in watched:
+            module.__class__ = kind
+    sums = {name: np.array(total) for name, total in collector.sums.items()}
+    return {name: sums[owner] for name, owner in collector.owner.items()}
+
+
+def _linears(network: nn.Module) -> list[tuple[str, Any]]:
+    """Adapted linears and plain ones; not the base inside an adapted one."""
+    found = [(n, m) for n, m in network.named_modules() if isinstance(m, (*LINEARS, LoraLinear))]
+    return [(n, m) for n, m in found if not n.endswith(".base")]
+
+
+def _watching(kind: Any, name: str, collector: _Collector) -> type:
+    class Watching(kind):
+        def __call__(self, x: mx.array) -> mx.array:
+            collector.add(name, x)
+            return super().__call__(x)
+
+    return Watching

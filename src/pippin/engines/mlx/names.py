@@ -1,0 +1,70 @@
+"""The trainable tensors of a network under the names its checkpoint gives them."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+from mlx.utils import tree_flatten
+
+from pippin.engines import Weights
+from pippin.engines.mlx.lora import add_adapter
+from pippin.errors import ModelError
+from pippin.model.weights import Checkpoint
+from pippin.recipe import Lora
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where a trainable tensor lives in the network."""
+
+    module: Any
+    attribute: str
+
+    def get(self) -> mx.array:
+        """The tensor as the network computes with it."""
+        return self.module[self.attribute]
+
+    def put(self, array: mx.array) -> None:
+        """Let the network compute with another one."""
+        self.module[self.attribute] = array
+
+
+def lora_places(network: nn.Module, lora: Lora, weights: Weights) -> dict[str, Place]:
+    """Add the adapter's layers; their tensors, `<linear>.lora_A.weight` and its lora_B."""
+    names = {key.rpartition(".lora_")[0] for key in weights}
+    layers = add_adapter(network, weights, dict.fromkeys(names, lora.scale), lora.dropout)
+    return {
+        f"{name}.{side}.weight": Place(module=layer, attribute=side)
+        for name, layer in layers.items()
+        for side in ("lora_A", "lora_B")
+    }
+
+
+def full_places(network: nn.Module, checkpoint: Path) -> dict[str, Place]:
+    """Every weight once, tied ones under the first name.
+
+    Raises ModelError where mlx-lm renames or fuses tensors while loading, or keeps them quantized:
+    what would be trained could not be written back under the checkpoint's names.
+    """
+    modules: dict[str, Any] = dict(network.named_modules())
+    if any("scales" in module for module in modules.values()):
+        raise ModelError(
+            f"{checkpoint} is quantized: its codes cannot be trained",
+            "set train.method = lora, or start from the dense model",
+        )
+    names = [name for name, _ in tree_flatten(network.parameters())]
+    strange = sorted(set(names) - set(Checkpoint(checkpoint).tensors))
+    if strange:
+        raise ModelError(
+            f"{checkpoint}: mlx-lm loads {strange[0]} under another name than the checkpoint "
+            f"({len(strange)} in all)",
+            "set train.method = lora",
+        )
+    network.unfreeze()
+    places = {}
+    for name in names:
+        parent, _, child = name.rpartition(".")
+        places[name] = Place(module=modules[parent], attribute=child)
+    return places

@@ -1,0 +1,106 @@
+"""AdamW on float32 masters: one compiled update, refused where a tensor does not move."""
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from pippin.errors import ModelError
+from pippin.recipe import Train
+
+Arrays: TypeAlias = dict[str, mx.array]
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Optimizer:
+    """Owns the masters of the trainable tensors and their two moments, all float32.
+
+    `waits` names tensors whose first gradient is zero in exact arithmetic (lora_A while B is 0).
+    """
+
+    def __init__(self, first: Arrays, train: Train, waits: Callable[[str], bool]) -> None:
+        self.masters = first
+        self.moments = [{name: mx.zeros_like(a) for name, a in first.items()} for _ in MOMENTS]
+        self.updates = 0
+        self._waits = waits
+        self._unmoved = set(first)
+        self._update = mx.compile(_adamw(train))
+        mx.eval(self.moments)
+
+    def update(self, grads: Arrays, learning_rate: float, factor: float) -> None:
+        """One update with the gradients times `factor`.
+
+        Raises ModelError where a tensor did not move in the first two updates.
+        """
+        before = self.masters
+        self.updates += 1
+        scalars = mx.array([learning_rate, factor, float(self.updates)])
+        self.masters, *self.moments = self._update(grads, before, *self.moments, scalars)
+        mx.eval(self.masters, self.moments)
+        if self._unmoved and learning_rate > 0:
+            self._check(before)
+
+    def state(self) -> dict[str, NDArray[Any]]:
+        """Masters and moments on the host, and the count of updates."""
+        out = {f"weights.{name}": np.array(array) for name, array in self.masters.items()}
+        for moment, arrays in zip(MOMENTS, self.moments, strict=True):
+            out |= {f"{moment}.{name}": np.array(array) for name, array in arrays.items()}
+        out["updates"] = np.array([self.updates], np.int64)
+        return out
+
+    def restore(self, state: dict[str, NDArray[Any]]) -> None:
+        """Take up what `state` returned."""
+        self.updates = int(state["updates"][0])
+        self.masters = _taken(state, "weights", self.masters)
+        self.moments = [_taken(state, moment, self.masters) for moment in MOMENTS]
+        self._unmoved = self._unmoved if self.updates < 2 else set()
+
+    def _check(self, before: Arrays) -> None:
+        still = {n for n in self._unmoved if bool(mx.array_equal(before[n], self.masters[n]))}
+        self._unmoved = still
+        stuck = sorted(n for n in still if self.updates > 1 or not self._waits(n))
+        if stuck:
+            raise ModelError(
+                f"{len(stuck)} trainable tensors did not move in update {self.updates}: "
+                f"{', '.join(stuck[:4])}",
+                "leave them out of lora.targets",
+            )
+
+
+def _adamw(train: Train) -> Callable[..., tuple[Arrays, ...]]:
+    """AdamW with bias correction, as PyTorch computes it (https://arxiv.org/abs/1711.05101)."""
+
+    def update(
+        grads: Arrays, masters: Arrays, means: Arrays, squares: Arrays, scalars: mx.array
+    ) -> tuple[Arrays, ...]:
+        rate, factor, count = scalars[0], scalars[1], scalars[2]
+        step = rate / (1 - train.beta1**count)
+        root = mx.sqrt(1 - train.beta2**count)
+        out: tuple[Arrays, ...] = ({}, {}, {})
+        for name, master in masters.items():
+            grad = grads[name] * factor
+            mean = means[name] * train.beta1 + grad * (1 - train.beta1)
+            square = squares[name] * train.beta2 + grad * grad * (1 - train.beta2)
+            kept = master * (1 - rate * train.weight_decay)
+            moved = kept - step * mean / (mx.sqrt(square) / root + train.eps)
+            for made, array in zip(out, (moved, mean, square), strict=True):
+                made[name] = array
+        return out
+
+    return update
+
+
+def _taken(state: dict[str, NDArray[Any]], kind: str, like: Arrays) -> Arrays:
+    taken = {}
+    for name, array in like.items():
+        found = state.get(f"{kind}.{name}")
+        if found is None or found.shape != array.shape:
+            text = "missing" if found is None else f"{found.shape}"
+            raise ModelError(
+                f"the checkpoint's {kind}.{name} is {text}, the trainer needs {array.shape}",
+                "it belongs to another model or adapter; remove the checkpoint to start again",
+            )
+        taken[name] = mx.array(found)
+    return taken

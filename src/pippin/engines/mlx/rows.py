@@ -1,0 +1,66 @@
+"""A Batch as one forward pass reads it: samples in one row, or right-padded rows as they are.
+
+Shape letters: B rows, T tokens, N tokens of all rows, S scored positions.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx import nn
+
+from pippin.data.batches import Batch
+from pippin.engines.mlx.attention import Packing
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rows:
+    """What one forward pass reads: `index_S` are the positions whose next token is scored.
+
+    They count in the flattened (B x T) positions, as `real_N` does, which are no padding.
+    `targets_S` are the tokens to predict; `packing` is None where every sample has its own row.
+    """
+
+    tokens_BT: mx.array
+    index_S: mx.array
+    targets_S: mx.array
+    real_N: mx.array
+    packing: Packing | None = None
+
+    def cache(self, network: nn.Module) -> Any:
+        """What the layers get in the place of their caches."""
+        layers: Any = network.layers
+        return None if self.packing is None else [self.packing] * len(layers)
+
+
+def packed_rows(batch: Batch, *, dense: bool = False) -> Rows:
+    """All samples of the batch in one row (1, N), without padding."""
+    keep_BT = batch.segments_BT > 0
+    tokens_N, index_S = batch.tokens_BT[keep_BT], np.flatnonzero(batch.scored_BT[keep_BT])
+    positions_N = batch.positions_BT[keep_BT]
+    edges = (*np.flatnonzero(positions_N == 0).tolist(), len(tokens_N))
+    return Rows(
+        tokens_BT=mx.array(tokens_N[None]),
+        index_S=mx.array(index_S - 1),
+        targets_S=mx.array(tokens_N[index_S]),
+        real_N=mx.arange(len(tokens_N)),
+        packing=Packing(edges=edges, offset=mx.array(positions_N), dense=dense),
+    )
+
+
+def masked_rows(batch: Batch) -> Rows:
+    """The same for models that need a mask they can add up: (N, N) of it."""
+    return packed_rows(batch, dense=True)
+
+
+def padded_rows(batch: Batch) -> Rows:
+    """One sample a row, padded on the right, where no mask is needed. Refuses packed rows."""
+    assert batch.segments_BT.max() <= 1, "packed rows need packed attention"
+    index_S = np.flatnonzero(batch.scored_BT)
+    return Rows(
+        tokens_BT=mx.array(batch.tokens_BT),
+        index_S=mx.array(index_S - 1),
+        targets_S=mx.array(batch.tokens_BT.ravel()[index_S]),
+        real_N=mx.array(np.flatnonzero(batch.segments_BT > 0)),
+    )

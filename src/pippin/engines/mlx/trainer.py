@@ -1,0 +1,164 @@
+"""Training: exact packed rows, loss on scored positions, AdamW in float32.
+
+Shape letters: B rows, T tokens, N tokens of all rows, S scored positions, D hidden.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from pippin.data.batches import Batch
+from pippin.engines import StepResult, Weights
+from pippin.engines.mlx.body import Loaded, scalar
+from pippin.engines.mlx.lora import LoraLinear
+from pippin.engines.mlx.loss import head_loss, logits_loss, plain_loss
+from pippin.engines.mlx.names import Place
+from pippin.engines.mlx.optimizer import Arrays, Optimizer
+from pippin.engines.mlx.probe import find_ability, run_rows
+from pippin.engines.mlx.recompute import recompute_layers
+from pippin.engines.mlx.rows import Rows
+from pippin.errors import ModelError
+from pippin.recipe import Train
+
+
+class MlxTrainer:
+    """Trains `places`, by checkpoint name, of a network that it takes over.
+
+    `notices` tells what was replaced by something slower. Raises ModelError where samples cannot
+    share a row exactly and `train.packing` asks for it.
+    """
+
+    def __init__(self, loaded: Loaded, places: dict[str, Place], train: Train, seed: int) -> None:
+        self.loaded, self.network, self.places = loaded, loaded.network, places
+        self.train, self.seed = train, seed
+        self.ability = find_ability(self.network)
+        self.head = loaded.head
+        self.head_trained = self.head is not None and any(
+            place.module is self.head.module for place in places.values()
+        )
+        if self.head and self.head_trained and self.head.weight is None:
+            self.head = None  # with a trained bias it is no plain product
+        self.notices = self._notices()
+        self.steps = 0
+        self._refuse()
+        if train.gradient_checkpointing:
+            recompute_layers(self.network)
+        self.drops = [m for m in self.network.modules() if isinstance(m, LoraLinear)]
+        self.dtypes = {name: place.get().dtype for name, place in places.items()}
+        first = {name: place.get().astype(mx.float32) for name, place in places.items()}
+        self.optimizer = Optimizer(first, train, _waits)
+        self.grad = mx.value_and_grad(self._loss)
+
+    def step(self, batches: Sequence[Batch], learning_rate: float) -> StepResult:
+        """One AdamW update over the micro-batches, each scored token weighing the same."""
+        tokens = sum(batch.scored_tokens for batch in batches)
+        assert tokens > 0, "a step needs a scored token"
+        loss_sum, grads = 0.0, None
+        for key, batch in zip(self._keys(len(batches)), batches, strict=True):
+            self._draw_from(key)
+            loss, part = self.grad(self.optimizer.masters, self._rows(batch))
+            grads = part if grads is None else {n: g + part[n] for n, g in grads.items()}
+            mx.eval(loss, grads)
+            loss_sum += scalar(loss)
+        assert grads is not None
+        self.steps += 1
+        norm = math.sqrt(scalar(_squares(grads))) / tokens
+        if math.isfinite(loss_sum) and math.isfinite(norm):
+            self.optimizer.update(grads, learning_rate, self._clip(norm) / tokens)
+        return StepResult(loss_sum=loss_sum, tokens=tokens, grad_norm=norm)
+
+    def loss(self, batch: Batch) -> tuple[float, int]:
+        """Summed loss in nats and count of scored tokens; no gradient, dropout off."""
+        self._draw_from(None)
+        self._put(self.optimizer.masters)
+        rows = self._rows(batch)
+        if self.head is None:
+            return scalar(self._loss_of_forward(rows)), batch.scored_tokens
+        hidden_SD = self._hidden(rows)
+        return plain_loss(hidden_SD, rows.targets_S, self.head), batch.scored_tokens
+
+    def weights(self) -> Weights:
+        """The trainable tensors in float32 on the host, by checkpoint name."""
+        return {name: np.array(array) for name, array in self.optimizer.masters.items()}
+
+    def state(self) -> Weights:
+        """Masters, moments and counters. Random choices follow from seed and step number."""
+        return {**self.optimizer.state(), "steps": np.array([self.steps], np.int64)}
+
+    def restore(self, state: Weights) -> None:
+        """Take up a state that `state` returned."""
+        self.optimizer.restore(state)
+        self.steps = int(state["steps"][0])
+
+    def _loss(self, masters: Arrays, rows: Rows) -> mx.array:
+        self._put(masters)
+        if self.head is None:
+            return self._loss_of_forward(rows)
+        hidden_SD = self._hidden(rows)
+        return head_loss(hidden_SD, rows.targets_S, self.head, head_trained=self.head_trained)
+
+    def _rows(self, batch: Batch) -> Rows:
+        self.loaded.refuse_long(int(batch.positions_BT.max()) + 1)
+        return self.ability.layout(batch)
+
+    def _put(self, masters: Arrays) -> None:
+        for name, place in self.places.items():
+            place.put(masters[name].astype(self.dtypes[name]))
+
+    def _hidden(self, rows: Rows) -> mx.array:
+        hidden_BTD = run_rows(self.network, rows)
+        return hidden_BTD.flatten(0, 1)[rows.index_S]
+
+    def _loss_of_forward(self, rows: Rows) -> mx.array:
+        """The model's own logits, for a head that is not a plain product."""
+        logits_NV = run_rows(self.network, rows, whole=True).flatten(0, 1)
+        return logits_loss(logits_NV[rows.index_S], rows.targets_S)
+
+    def _keys(self, count: int) -> list[Any]:
+        """Sources of dropout, a function of seed and step: a state needs none of them."""
+        if not self.drops:
+            return [None] * count
+        value = np.random.SeedSequence((self.seed, self.steps)).generate_state(1, np.uint64)[0]
+        return list(mx.random.split(mx.random.key(int(value)), count))
+
+    def _draw_from(self, key: mx.array | None) -> None:
+        keys = [None] * len(self.drops) if key is None else mx.random.split(key, len(self.drops))
+        for layer, own in zip(self.drops, keys, strict=True):
+            layer.draw_from(own)
+
+    def _clip(self, norm: float) -> float:
+        limit = self.train.max_grad_norm
+        return min(1.0, limit / (norm + 1e-6)) if limit else 1.0
+
+    def _refuse(self) -> None:
+        if self.train.packing and not self.ability.packs:
+            raise ModelError(
+                f"mlx-lm's {type(self.network).__module__} cannot keep packed samples apart",
+                "set train.packing = false",
+            )
+        if self.train.frozen_dtype != "auto":
+            raise ModelError(
+                f"train.frozen_dtype = {self.train.frozen_dtype} does not exist in MLX",
+                "leave it out, or start from a quantized model",
+            )
+
+    def _notices(self) -> tuple[str, ...]:
+        notices = [*self.loaded.notices]
+        if self.ability.notice:
+            notices.append(self.ability.notice)
+        if self.head is None:
+            notices.append("the head is the model's own; its full logits are computed")
+        return tuple(notices)
+
+
+def _squares(grads: Arrays) -> mx.array:
+    """The squared norm of all gradients together."""
+    return mx.stack([(g * g).sum() for g in grads.values()]).sum()
+
+
+def _waits(name: str) -> bool:
+    """The gradient of A is zero while B is: it moves in the second update."""
+    return name.endswith(".lora_A.weight")
