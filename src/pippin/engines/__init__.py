@@ -20,6 +20,7 @@ Weights: TypeAlias = dict[str, NDArray[Any]]
 
 ENGINES = {
     "jax": "pippin.engines.jax",
+    "jax": "pippin.engines.jax",
     "mlx": "pippin.engines.mlx",
     "torch": "pippin.engines.torch",
 }

@@ -1,0 +1,92 @@
+"""A Hugging Face folder as stacked arrays on a device: safetensors only, strict, named faults.
+
+Shape letters: L layers, V vocabulary, D hidden.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from pippin.engines.jax.architecture import Spec, read_spec
+from pippin.engines.jax.decoder import Params
+from pippin.engines.jax.device import DTYPES
+from pippin.errors import ModelError
+from pippin.model.quantized import DenseView
+
+TOP = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
+# Buffers that old checkpoints store; they follow from the config.
+_DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")
+
+
+def load_params(folder: Path, dtype: str, device: jax.Device) -> tuple[Spec, Params]:
+    """The folder's decoder and its weights in `dtype`; a quantized folder is dequantized.
+
+    Raises ModelError for a family that the engine lacks, and for tensors that are missing, left
+    over or of another shape.
+    """
+    spec = read_spec(folder)
+    view = DenseView(folder)
+    _refuse_gaps(folder, spec, view)
+
+    def read(name: str) -> NDArray[Any]:
+        return view.read(name).astype(DTYPES[dtype])
+
+    layers = {}
+    for name, shape in spec.shapes().items():
+        stacked = np.empty((spec.num_layers, *shape), DTYPES[dtype])
+        for number in range(spec.num_layers):
+            stacked[number] = read(layer_name(number, name))
+        layers[name] = jax.device_put(stacked, device)
+    top = {key: jax.device_put(read(TOP[key]), device) for key in top_shapes(spec)}
+    return spec, {**top, "layers": layers}
+
+
+def layer_name(number: int, name: str) -> str:
+    """The checkpoint's name of a tensor of a layer."""
+    return f"model.layers.{number}.{name}"
+
+
+def top_shapes(spec: Spec) -> dict[str, tuple[int, ...]]:
+    """The tensors outside the layers."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "embed": (spec.vocab_size, spec.hidden_size),
+        "norm": (spec.hidden_size,),
+    }
+    return shapes if spec.tied else {**shapes, "head": (spec.vocab_size, spec.hidden_size)}
+
+
+def names(spec: Spec) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Every tensor of the checkpoint, by name."""
+    yield from ((TOP[key], shape) for key, shape in top_shapes(spec).items())
+    for number in range(spec.num_layers):
+        yield from ((layer_name(number, name), shape) for name, shape in spec.shapes().items())
+
+
+def _refuse_gaps(folder: Path, spec: Spec, view: DenseView) -> None:
+    wanted, found = dict(names(spec)), view.tensors
+    left = [n for n in found.keys() - wanted.keys() if not _DERIVED.search(n)]
+    if spec.tied and TOP["head"] in left and _same_head(view):
+        left.remove(TOP["head"])
+    faults = {
+        "lacks": sorted(wanted.keys() - found.keys()),
+        "has tensors of another shape:": sorted(
+            n for n in wanted.keys() & found.keys() if found[n].shape != wanted[n]
+        ),
+        "has tensors the architecture does not know:": sorted(left),
+    }
+    for text, faulty in faults.items():
+        if faulty:
+            raise ModelError(
+                f"{folder} {text} {', '.join(faulty[:3])} ({len(faulty)} in all)",
+                "config.json and the weights must belong together; fetch the model again",
+            )
+
+
+def _same_head(view: DenseView) -> bool:
+    """Whether a stored copy of a tied head is the embedding."""
+    return np.array_equal(view.read(TOP["head"]), view.read(TOP["embed"]))
