@@ -152,6 +152,14 @@ def test_no_such_stage_in_this_recipe(recipe):
         walk(recipe, only="deploy")
 
 
+def test_a_foreign_folder_is_refused_before_any_work(recipe):
+    (recipe.folder / "out" / "quantize").mkdir(parents=True)
+    (recipe.folder / "out" / "quantize" / "mine.txt").write_text("mine")
+    with pytest.raises(PippinError, match="quantize exists and was not made by pippin"):
+        list(run(make_plan(recipe, MACHINE)))
+    assert [path.name for path in (recipe.folder / "out").glob("[!.]*")] == ["quantize"]
+
+
 def test_foreign_folder_is_refused(recipe):
     folder = Path(recipe.out) / "train"
     folder.mkdir(parents=True)

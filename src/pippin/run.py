@@ -64,6 +64,9 @@ class _Walk:
     digests: dict[Path, str] = field(default_factory=dict)
 
     def all(self) -> Iterator[Event]:
+        for step in self.plan.steps:
+            if artifact.read_manifest(step.folder) is None:
+                artifact.refuse_foreign(step.folder)  # before hours of work, not after
         yield from self.fetch()
         for step in self.plan.steps:
             if step.stage != "fetch":

@@ -227,6 +227,10 @@ def test_an_adapter_of_pefts_is_merged_and_measured(made, place, pippin):
     code, answer, err = pippin("generate", "mine", "1 =", "--base", "model")
     assert code == 0, err
     assert answer
+    given = RECIPE.replace("[model]", '[model]\nadapter = "mine"')
+    (place / "mine.toml").write_text(given)
+    code, _, err = pippin("generate", "mine.toml", "1 =")
+    assert "tuned model mine" in err
 
 
 def write_other(folder):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from pippin.errors import DataError, ModelError
+from pippin.quiet import quiet_imports
 
 Message: TypeAlias = dict[str, Any]
 
@@ -186,8 +187,8 @@ def _require_files(folder: Path) -> None:
 
 
 def _load_backend(folder: Path) -> Any:
-    from transformers import AutoTokenizer
-
+    with quiet_imports():
+        from transformers import AutoTokenizer
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors import numpy as safetensors
 
 from pippin.data.batches import Sample
 from pippin.errors import PippinError
@@ -65,7 +65,8 @@ def save(folder: Path, distribution: Distribution) -> None:
     """Write the distribution into a folder."""
     names = Distribution.__dataclass_fields__
     arrays = {name: np.ascontiguousarray(getattr(distribution, name)) for name in names}
-    save_file(arrays, folder / FILE)
+    # save_file would leave a file that only its owner may read.
+    (folder / FILE).write_bytes(safetensors.save(arrays))
 
 
 def load(folder: Path) -> Distribution:
@@ -76,7 +77,7 @@ def load(folder: Path) -> Distribution:
     if not (folder / FILE).is_file():
         raise PippinError(f"{folder} holds no evaluation", "evaluate again: --redo evaluate")
     try:
-        return Distribution(**load_file(folder / FILE))
+        return Distribution(**safetensors.load_file(folder / FILE))
     except (SafetensorError, TypeError, ValueError) as error:
         raise PippinError(
             f"{folder / FILE} is damaged: {error}", "evaluate again: --redo evaluate"

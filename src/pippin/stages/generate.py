@@ -15,6 +15,7 @@ from pippin.engines import Sampling, Scorer, Tokens
 from pippin.errors import DataError, ModelError
 from pippin.events import Notice
 from pippin.model.adapter import load_adapter
+from pippin.model.source import locate_adapter
 from pippin.model.tokenizer import Tokenizer, load_tokenizer
 from pippin.recipe import Data, Model, Recipe
 from pippin.stages.belonging import check_base
@@ -132,11 +133,12 @@ def load_speaker(
     adapter, or of a run that has only begun. What speaks is said through `notify`. Raises
     ModelError where nothing speaks, or an adapter was trained on another base.
     """
-    found = find(folder, base)
+    adapter = locate_adapter(recipe.model, recipe.folder) if recipe else None
+    found = find(folder, base, adapter)
     if "adapter" in found.inputs:
         model_digest = artifact.digest(found.inputs["model"])
-        adapter = load_adapter(found.inputs["adapter"])
-        for text in check_base(adapter, found.inputs["model"], model_digest):
+        loaded = load_adapter(found.inputs["adapter"])
+        for text in check_base(loaded, found.inputs["model"], model_digest):
             notify(Notice(stage=STAGE, text=text))
     notify(Notice(stage=STAGE, text=f"speaking: {found.title}"))
     model = recipe.model if recipe else Model(source=str(folder))

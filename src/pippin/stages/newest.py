@@ -26,10 +26,11 @@ class Found:
         return self.inputs["bundle"] if "bundle" in self.inputs else self.inputs["model"]
 
 
-def find(folder: Path, base: Path | None = None) -> Found:
+def find(folder: Path, base: Path | None = None, adapter: Path | None = None) -> Found:
     """What speaks from `folder`; `base` is the model under an adapter, or of a run just begun.
 
-    Raises ModelError where nothing does, or an adapter's base is not on disk.
+    `adapter` is one that the run did not train itself. Raises ModelError where nothing does, or an
+    adapter's base is not on disk.
     """
     if (folder / DEPLOY_FILE).is_file():
         return Found(inputs={"bundle": folder}, title=f"deployed model {folder}")
@@ -38,12 +39,12 @@ def find(folder: Path, base: Path | None = None) -> Found:
         return Found(inputs={"model": model, "adapter": folder}, title=f"adapter {folder}")
     if (folder / MODEL_FILE).is_file():
         return Found(inputs={"model": folder}, title=f"model {folder}")
-    return _newest(folder, base)
+    return _newest(folder, base, adapter)
 
 
-def _newest(run: Path, base: Path | None) -> Found:
-    for title, folder in _furthest_first(run):
-        if artifact.read_manifest(folder) is not None:
+def _newest(run: Path, base: Path | None, adapter: Path | None) -> Found:
+    for title, folder in _furthest_first(run, adapter):
+        if folder == adapter or artifact.read_manifest(folder) is not None:
             return Found(inputs=find(folder, base).inputs, title=f"{title} {folder}")
     if base is not None and (base / MODEL_FILE).is_file():
         return Found(inputs={"model": base}, title=f"base model {base}")
@@ -59,12 +60,12 @@ def _newest(run: Path, base: Path | None) -> Found:
     )
 
 
-def _furthest_first(run: Path) -> Iterator[tuple[str, Path]]:
+def _furthest_first(run: Path, adapter: Path | None) -> Iterator[tuple[str, Path]]:
     for bundle in sorted(run.glob("deploy-*")):
         yield "deployed model", bundle
     yield "quantized model", run / "quantize"
     yield "merged model", run / "merge"
-    yield "tuned model", run / "train"
+    yield "tuned model", adapter or run / "train"
     yield "base model", run / "model"
 
 
