@@ -47,7 +47,59 @@ def test_strips_of_a_wide_input_add_up():
     x = torch.randn(40, 600, generator=torch.Generator().manual_seed(0))
     total = torch.zeros(600, 600)
     for part in x.split(25):
-        moments._add_upper(total, part)
-    whole, wanted = moments._whole(total), (x.double().T @ x.double()).numpy()
-    np.testing.assert_array_equal(whole, whole.T)
-    np.testing.assert_allclose(whole, wanted, rtol=1e-4, atol=1e-4)
+        moments.add_upper(total, part)
+    found, wanted = moments.whole(total), (x.double().T @ x.double()).numpy()
+    np.testing.assert_array_equal(found, found.T)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_loss_moments_weigh_tokens_by_their_gradients(kind, tiny, engine, samples, pack):
+    """One batch, packed, against every sample by itself in float64 and autograd's own gradients."""
+    model = engine.load(tiny(kind), "float32")
+    batch = pack([samples[:2], samples[2:4]])
+    found = model.loss_moments([batch], seed=7)
+    plain = model.input_moments([batch])
+    assert found.keys() == plain.keys()
+    drawn = _drawn(model, batch, seed=7)
+    inputs, outputs = _observed(model.network.double(), samples[:4], drawn)
+    for name, moment in found.items():
+        x, gradient = torch.cat(inputs[name]), torch.cat(outputs[name])
+        weight = gradient.square().mean(-1)
+        weight = (weight + weight.mean()) / 2
+        wanted = (x.T * weight) @ x
+        np.testing.assert_allclose(moment, wanted.numpy(), atol=2e-4 * float(wanted.abs().max()))
+
+
+def _drawn(model, batch, seed):
+    """The predictions as the engine draws them, from its own hidden states."""
+    from pippin.engines.torch import fisher
+    from pippin.engines.torch.body import hidden_states
+
+    with model._rows([batch]) as (rows,), torch.no_grad():
+        hidden = hidden_states(model.network, rows.tokens_BT, **rows.extra)
+        real = hidden.reshape(-1, hidden.shape[-1])[rows.real_N]
+        return fisher._predictions(real, model._head, torch.Generator().manual_seed(seed))[0]
+
+
+def _observed(network, samples, drawn):
+    """Inputs and output gradients by linear, samples one after the other."""
+    inputs: dict[str, list[torch.Tensor]] = {}
+    outputs: dict[str, list[torch.Tensor]] = {}
+
+    def hook(name):
+        def after(_, x, out):
+            inputs.setdefault(name, []).append(x[0][0].detach())
+            out.register_hook(lambda g: outputs.setdefault(name, []).append(g[0]))
+
+        return after
+
+    linears = {n: m for n, m in network.named_modules() if isinstance(m, torch.nn.Linear)}
+    handles = [m.register_forward_hook(hook(n)) for n, m in linears.items()]
+    network.get_input_embeddings().register_forward_hook(lambda m, x, out: out.requires_grad_(True))
+    for sample, targets in zip(samples, drawn.split([len(s) for s in samples]), strict=True):
+        logits = network(torch.tensor(sample[None]).long()).logits[0]
+        torch.nn.functional.cross_entropy(logits, targets, reduction="sum").backward()
+    for handle in handles:
+        handle.remove()
+    return inputs, outputs

@@ -3,7 +3,8 @@
 Shape letters: B rows, T tokens, K kept tokens of a distribution.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+import contextlib
+from collections.abc import Collection, Generator, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +16,14 @@ from pippin.data.batches import Batch
 from pippin.engines import Sampling, Tokens, TopK, Weights
 from pippin.engines.torch import device as devices
 from pippin.engines.torch.body import find_head
+from pippin.engines.torch.fisher import loss_moments
 from pippin.engines.torch.generate import generate
 from pippin.engines.torch.load import load_network
 from pippin.engines.torch.lora import add_adapter, add_to_embedding
 from pippin.engines.torch.moments import input_moments
 from pippin.engines.torch.names import full_parameters, lora_parameters
 from pippin.engines.torch.probe import find_ability
+from pippin.engines.torch.rows import Rows
 from pippin.engines.torch.score import logprobs, topk
 from pippin.engines.torch.trainer import TorchTrainer
 from pippin.recipe import Lora, Train
@@ -85,11 +88,27 @@ class TorchModel:
 
         `names` asks for those linears alone. Linears that read the same inputs get the same array.
         """
+        with self._rows(batches) as rows:
+            return input_moments(self.network, rows, names)
+
+    def loss_moments(
+        self, batches: Sequence[Batch], names: Collection[str] | None = None, seed: int = 0
+    ) -> dict[str, NDArray[np.float32]]:
+        """X^T diag(w) X likewise, w being what a token's outputs do to the model's predictions.
+
+        E M E^T / 2 of a rounding error E is the divergence it costs, in nats over all tokens, to
+        second order. `seed` draws the predictions.
+        """
+        with self._rows(batches) as rows:
+            return loss_moments(self.network, self._head, rows, names, seed)
+
+    @contextlib.contextmanager
+    def _rows(self, batches: Sequence[Batch]) -> Generator[list[Rows]]:
+        """The batches as this network reads them."""
         own = self.network.config._attn_implementation
         layout = find_ability(self.network).layout
         try:
-            rows = [layout(batch, self.network.device) for batch in batches]
-            return input_moments(self.network, rows, names)
+            yield [layout(batch, self.network.device) for batch in batches]
         finally:
             self.network.set_attn_implementation(own)
 

@@ -44,17 +44,17 @@ class _Collector:
         if name not in self.sums:
             width = x_ND.shape[1]
             self.sums[name] = torch.zeros((width, width), dtype=x_ND.dtype, device=x_ND.device)
-        _add_upper(self.sums[name], x_ND)
+        add_upper(self.sums[name], x_ND)
 
 
-def _add_upper(sum_DD: Tensor, x_ND: Tensor) -> None:
+def add_upper(sum_DD: Tensor, x_ND: Tensor) -> None:
     """Add X^T X on and right of the diagonal, in strips of rows: little more than half the work."""
     for start in range(0, len(sum_DD), _STRIP):
         strip = slice(start, start + _STRIP)
         sum_DD[strip, start:].addmm_(x_ND[:, strip].T, x_ND[:, start:])
 
 
-def _whole(sum_DD: Tensor) -> NDArray[np.float32]:
+def whole(sum_DD: Tensor) -> NDArray[np.float32]:
     """Both triangles, on the host."""
     sum_DD.triu_()
     sum_DD += sum_DD.triu(1).T
@@ -86,5 +86,5 @@ def input_moments(
     finally:
         for handle in handles:
             handle.remove()
-    sums = {name: _whole(total) for name, total in collector.sums.items()}
+    sums = {name: whole(total) for name, total in collector.sums.items()}
     return {name: sums[owner] for name, owner in collector.owner.items()}

@@ -1,0 +1,118 @@
+"""X^T X of every linear's inputs where a token counts by what its outputs do to the predictions.
+
+A rounding error E moves a linear's outputs by E x. To second order that costs 1/2 (g^T E x)^2 nats
+of divergence, g being the gradient of a prediction that the model itself draws (the Fisher
+information). Spread evenly over the outputs that is 1/2 w |E x|^2 with w = |g|^2 / outputs.
+
+Shape letters: T tokens, N real tokens, D features, O outputs, C tokens of one chunk, V vocabulary.
+"""
+
+import contextlib
+from collections.abc import Collection, Generator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from pippin.engines.torch.body import hidden_states
+from pippin.engines.torch.lora import LoraLinear
+from pippin.engines.torch.loss import Head, head_loss, logits_loss
+from pippin.engines.torch.moments import add_upper, whole
+from pippin.engines.torch.rows import Rows
+
+
+class _Collector:
+    """Sums w x x^T by linear, in the backward pass."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Tensor] = {}
+        self.real_N: Tensor | None = None
+
+    def hook(self, name: str) -> Any:
+        def after(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            x = inputs[0].detach()
+            output.register_hook(lambda gradient: self.read(name, x, gradient))
+
+        return after
+
+    def read(self, name: str, x: Tensor, gradient: Tensor) -> None:
+        x_ND, g_NO = (self.real(part).float() for part in (x, gradient))
+        self.add(name, x_ND, g_NO.square().mean(-1))
+
+    def real(self, values: Tensor) -> Tensor:
+        return values.reshape(-1, values.shape[-1])[self.real_N]
+
+    def add(self, name: str, x_ND: Tensor, weight_N: Tensor) -> None:
+        """One drawn prediction says little about a token: its weight goes halfway to the mean."""
+        if name not in self.sums:
+            width = x_ND.shape[1]
+            self.sums[name] = torch.zeros((width, width), dtype=x_ND.dtype, device=x_ND.device)
+        weight_N = (weight_N + weight_N.mean()) / 2
+        add_upper(self.sums[name], x_ND * weight_N.sqrt()[:, None])
+
+
+def loss_moments(
+    network: PreTrainedModel,
+    head: Head | None,
+    batches: Sequence[Rows],
+    names: Collection[str] | None,
+    seed: int,
+) -> dict[str, NDArray[np.float32]]:
+    """By linear's name, (D, D) float32: of `names`, or of all. `seed` draws the predictions.
+
+    The head's own moments need `head`, its formula.
+    """
+    collector, draw = _Collector(), torch.Generator(network.device).manual_seed(seed)
+    own = network.get_output_embeddings()
+    asked = {n: m for n, m in network.named_modules() if names is None or n in names}
+    linears = {n: m for n, m in asked.items() if isinstance(m, nn.Linear | LoraLinear)}
+    head_name = next((n for n, m in linears.items() if m is own and head is not None), None)
+    body = {n: m for n, m in linears.items() if m is not own}
+    with _watched(network, body, collector):
+        for rows in batches:
+            collector.real_N = rows.real_N
+            if head is None:
+                out = network(input_ids=rows.tokens_BT, use_cache=False, **rows.extra)
+                logits_NV = collector.real(out.logits)
+                logits_loss(logits_NV, _draw(logits_NV.detach(), draw)[0]).backward()
+                continue
+            hidden_ND = collector.real(hidden_states(network, rows.tokens_BT, **rows.extra))
+            targets_N, weight_N = _predictions(hidden_ND.detach(), head, draw)
+            head_loss(hidden_ND, targets_N, head).backward()
+            if head_name is not None:
+                collector.add(head_name, hidden_ND.detach().float(), weight_N)
+    return {name: whole(total) for name, total in collector.sums.items()}
+
+
+@contextlib.contextmanager
+def _watched(
+    network: PreTrainedModel, linears: dict[str, nn.Module], collector: _Collector
+) -> Generator[None]:
+    """Weights are frozen: what the embedding gives is the first that gradients reach."""
+    embedding: Any = network.get_input_embeddings()
+    handles = [m.register_forward_hook(collector.hook(n)) for n, m in linears.items()]
+    handles.append(embedding.register_forward_hook(lambda m, x, out: out.requires_grad_(True)))
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.no_grad()
+def _predictions(hidden_ND: Tensor, head: Head, draw: torch.Generator) -> tuple[Tensor, Tensor]:
+    """A next token drawn for every hidden state, and the weight of the logits there."""
+    parts = [_draw(head.logits(chunk_CD), draw) for chunk_CD in hidden_ND.split(head.chunk)]
+    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+
+
+def _draw(logits_CV: Tensor, draw: torch.Generator) -> tuple[Tensor, Tensor]:
+    """The gradient by a logit is its probability, less one for the token that was drawn."""
+    p_CV = logits_CV.float().softmax(-1)
+    token_C1 = torch.multinomial(p_CV, 1, generator=draw)
+    square_C = p_CV.square().sum(-1) - 2 * p_CV.gather(1, token_C1)[:, 0] + 1
+    return token_C1[:, 0], square_C / p_CV.shape[1]
