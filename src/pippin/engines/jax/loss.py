@@ -30,7 +30,7 @@ class Head:
     trained: bool
 
 
-@partial(jax.custom_vjp, nondiff_argnums=0)
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def head_loss(
     head: Head, hidden_SD: Array, weight_VD: Array, targets_S: Array, count: Array
 ) -> Array:
