@@ -9,7 +9,7 @@ import os
 import sys
 from typing import Any, TextIO, cast
 
-from pippin.check import PROBES, Shapes, Suite
+from pippin.check import Shapes, Suite
 from pippin.check.judge import finding, judge
 from pippin.errors import PippinError
 
@@ -17,7 +17,7 @@ from pippin.errors import PippinError
 def main() -> None:
     """Send each probe as failed before it runs, then its finding: the parent sees who ended us."""
     request, out = json.loads(sys.argv[1]), _own_stdout()
-    suite = cast("Suite", importlib.import_module(PROBES[request["engine"]]))
+    suite = cast("Suite", importlib.import_module(request["module"]))
     try:
         probes = suite.probes(request["device"], Shapes(**request["shapes"]))
         where = suite.describe(request["device"])

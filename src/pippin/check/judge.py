@@ -4,18 +4,21 @@ import math
 import time
 
 from pippin.check import WRONG, Finding, NotThere, Probe, Verdict
+from pippin.errors import PippinError
 
 # What frameworks raise where a device cannot do something: loud, so nobody computes with it.
 REFUSALS = (RuntimeError, TypeError, ValueError, AttributeError, ImportError, LookupError)
 
 
 def judge(probe: Probe) -> Finding:
-    """The finding of a probe; a framework's refusal is `not there`."""
+    """The finding of a probe; a framework's refusal is `not there`, ours is `wrong`."""
     start = time.perf_counter()
     try:
         where, figure = _worst(probe)
     except NotThere as reason:
         return finding(probe, "not there", detail=str(reason))
+    except PippinError as error:  # our own checks of the engine saw it first
+        return finding(probe, "wrong", detail=error.message)
     except REFUSALS as error:
         return finding(probe, "not there", detail=f"{type(error).__name__}: {_first_line(error)}")
     seconds = time.perf_counter() - start

@@ -32,7 +32,7 @@ class Checkup:
     engine: str
     device: str = "auto"
     shapes: Shapes = field(default_factory=Shapes)
-    patience: float = PATIENCE
+    patience: float = field(default_factory=lambda: PATIENCE)
 
     def run(self) -> Iterator[Begun | Finding]:
         """Begun, then one finding a probe; UsageError for an engine or device that is not here."""
@@ -57,24 +57,26 @@ class Checkup:
             child = self._start(first, noise)
             started: dict[str, Any] | None = None
             begun = False
-            for message in _messages(child, self.patience):
-                if "error" in message:
-                    raise UsageError(*message["error"])
-                if "count" in message:
-                    begun = True
-                    yield Begun(where=message["where"], count=message["count"])
-                started = message.get("started")
-                if "finding" in message:
-                    yield _finding(message["finding"])
-            end = _end(child, self.patience)
+            try:
+                for message in _messages(child, self.patience):
+                    if "error" in message:
+                        raise UsageError(*message["error"])
+                    if "count" in message:
+                        begun = True
+                        yield Begun(where=message["where"], count=message["count"])
+                    started = message.get("started")
+                    if "finding" in message:
+                        yield _finding(message["finding"])
+            finally:
+                code = _stop(child)
             if started:
-                yield replace(_finding(started), detail=end)
+                yield replace(_finding(started), detail=_end(code, self.patience))
             elif not begun:
-                raise _no_start(self.engine, end, noise)
+                raise _no_start(self.engine, _end(code, self.patience), noise)
 
     def _start(self, first: int, noise: IO[str]) -> subprocess.Popen[str]:
         request = {
-            "engine": self.engine,
+            "module": PROBES[self.engine],
             "device": self.device,
             "shapes": asdict(self.shapes),
             "first": first,
@@ -84,38 +86,39 @@ class Checkup:
 
 
 def _messages(child: "subprocess.Popen[str]", patience: float) -> Iterator[dict[str, Any]]:
-    """The child's lines; ends when it closes its output, and kills it where it falls silent."""
+    """The child's lines; ends when it closes its output, or is silent for too long."""
     lines: queue.Queue[str] = queue.Queue()
     stdout = child.stdout
     assert stdout is not None
 
     def read() -> None:
-        for line in stdout:
-            lines.put(line)
+        with stdout:
+            for line in stdout:
+                lines.put(line)
         lines.put("")
 
-    threading.Thread(target=read, daemon=True).start()
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
     try:
         while line := lines.get(timeout=patience):
             yield json.loads(line)
     except queue.Empty:
-        return
+        child.kill()
     finally:
-        if child.poll() is None and lines.empty():
-            _stop(child)
+        _stop(child)
+        reader.join()
 
 
-def _stop(child: "subprocess.Popen[str]") -> None:
-    """Gone already, or a moment from it; else killed."""
+def _stop(child: "subprocess.Popen[str]") -> int:
+    """Its exit code; one that is not about to leave is killed."""
     try:
-        child.wait(timeout=1)
+        return child.wait(timeout=1)
     except subprocess.TimeoutExpired:
         child.kill()
-        child.wait()
+        return child.wait()
 
 
-def _end(child: "subprocess.Popen[str]", patience: float) -> str:
-    code = child.wait()
+def _end(code: int, patience: float) -> str:
     if code == -signal.SIGKILL:
         return f"no answer in {patience:.0f} s, or out of memory; it was ended"
     if code < 0:

@@ -21,7 +21,7 @@ def lookup(bench: Bench) -> Iterator[Case]:
     vocab = bench.shapes.vocab
     table_VD = bench.draw(vocab, 16)
     index_N = torch.cat([_index(vocab, 500), torch.tensor([0, vocab - 1])])
-    wanted = table_VD.cpu()[index_N]
+    wanted = exact(table_VD)[index_N]
     yield "embedding", unequal(embedding(bench.put(index_N), table_VD), wanted)
     yield "index_select", unequal(table_VD.index_select(0, bench.put(index_N)), wanted)
     yield "int32 indices", unequal(table_VD[bench.put(index_N.int())], wanted)
@@ -62,13 +62,13 @@ def written(bench: Bench) -> Iterator[Case]:
     wanted[2:9:3, 1:] = 1
     yield "slice", unequal(sliced, torch.tensor(wanted))
     filled = base.masked_fill(base > 0, -torch.inf)
-    yield "mask", unequal(filled, torch.where(base.cpu() > 0, -torch.inf, base.cpu()))
+    yield "mask", unequal(filled, torch.where(exact(base) > 0, -torch.inf, exact(base)))
 
 
 def gathered(bench: Bench) -> Iterator[Case]:
     """The target's logit of every row, out of a large vocabulary."""
     logits, targets = bench.draw(40, bench.shapes.vocab), _index(bench.shapes.vocab, 40)
-    wanted = logits.cpu()[torch.arange(40), targets]
+    wanted = exact(logits)[torch.arange(40), targets]
     yield "gather", unequal(logits.gather(1, bench.put(targets)[:, None])[:, 0], wanted)
 
 
