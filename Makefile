@@ -12,7 +12,7 @@ demo: setup
 	$(BIN)/pippin run recipes/shakespeare.toml
 
 test: setup-dev
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto
 
 check: setup-dev
 	$(BIN)/ruff check .
