@@ -20,6 +20,7 @@ FrozenDType: TypeAlias = Literal["auto", "float8"]
 Schedule: TypeAlias = Literal["cosine", "linear", "constant"]
 QuantizerName: TypeAlias = Literal["best", "gptq", "mse", "rtn"]
 Scheme: TypeAlias = Literal["symmetric", "affine"]
+Importance: TypeAlias = Literal["loss", "inputs"]
 TargetName: TypeAlias = Literal["executorch", "gguf"]
 
 
@@ -139,6 +140,16 @@ class Quantize:
     embed_scheme: Scheme = key("affine", "scheme of embedding and head")
     keep: tuple[str, ...] = key((), "`*` patterns of tensors left in their own dtype")
     calibration_tokens: int = key(8192, "tokens of training rows that gptq and best read")
+    importance: Importance = key(
+        "loss",
+        "what counts for best: a token's part in the predictions, found by a backward pass, or all "
+        "inputs alike, which takes half the time",
+    )
+    target_bits: float | None = key(
+        None,
+        "bits of a linear's weight on average, scales counted: best gives each tensor 2 to 8 by "
+        "what it costs in divergence, and `bits` no longer counts",
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -60,6 +60,7 @@ LIMITS = {
     "lora.dropout": BETA,
     "lora.rank": COUNT,
     "quantize.calibration_tokens": COUNT,
+    "quantize.target_bits": Range(at_least=2, at_most=9),
     "seed": Range(at_least=0, below=2**32),
     "train.accumulate": COUNT,
     "train.batch_rows": COUNT,
@@ -122,4 +123,11 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str, str]]
             ("train", "patience"),
             "counts validations, and valid_every is 0",
             "set train.valid_every",
+        )
+    asked = recipe.quantize
+    if asked.target_bits is not None and (asked.method, asked.importance) != ("best", "loss"):
+        yield (
+            ("quantize", "target_bits"),
+            "bits are shared out by what they cost in the loss",
+            'set quantize.method = "best" and quantize.importance = "loss"',
         )

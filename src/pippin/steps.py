@@ -167,7 +167,8 @@ def _quantize(recipe: Recipe, run: Path, merged: Path) -> Step:
         slice_ = {"seed": recipe.seed, **settings(recipe, "model", "data", "quantize")}
     else:
         slice_ = settings(recipe, "quantize")
-        del slice_["quantize.calibration_tokens"]
+        for key in ("calibration_tokens", "importance", "target_bits"):
+            del slice_[f"quantize.{key}"]
     return Step(
         name="quantize",
         stage="quantize",
@@ -182,7 +183,7 @@ def _quantize(recipe: Recipe, run: Path, merged: Path) -> Step:
 def _quantize_title(recipe: Recipe) -> str:
     q = recipe.quantize
     group = f"groups of {q.group_size}" if q.group_size else "per channel"
-    return f"quantize to {q.bits} bits, {group}"
+    return f"quantize to {q.target_bits or q.bits:g} bits, {group}"
 
 
 def _deploy(recipe: Recipe, run: Path, target: str) -> Iterator[Step]:

@@ -98,6 +98,34 @@ def test_best_is_nearer_than_rtn(place: Path, tmp_path: Path, scheme: Any) -> No
     assert max(found["best"], found["gptq"]) < 0.5 * min(found["rtn"], found["mse"])
 
 
+def test_inputs_that_count_alike_are_an_option(place: Path, tmp_path: Path) -> None:
+    _run(place, tmp_path / "loss")
+    _run(place, tmp_path / "inputs", replace(SETTINGS, importance="inputs"))
+    assert _bytes(tmp_path / "loss") != _bytes(tmp_path / "inputs")
+    assert _divergence(place, tmp_path / "loss") < 2 * _divergence(place, tmp_path / "inputs")
+
+
+def test_bits_are_shared_out_under_a_budget(place: Path, tmp_path: Path) -> None:
+    _run(place, tmp_path / "even", replace(SETTINGS, bits=4))
+    _run(place, tmp_path / "shared", replace(SETTINGS, target_bits=5.0))
+    report = _report(tmp_path / "shared")
+    rows = [row for row in report["tensors"] if ".layers." in row["name"] and row["bits"] < 16]
+    weights = [np.prod(row["shape"]) for row in rows]
+    used = np.average([row["bits"] + 32 / row["group_size"] for row in rows], weights=weights)
+    assert used == pytest.approx(report["budget"]["linear_bits"])
+    assert 4.7 < used <= 5.0
+    assert len({row["bits"] for row in rows}) > 1
+    assert report["bits_per_weight"] <= _report(tmp_path / "even")["bits_per_weight"]
+    shared, even = (_divergence(place, tmp_path / name) for name in ("shared", "even"))
+    assert shared < even
+    assert 0.2 < report["budget"]["expected_kl"] / shared < 5
+
+
+def test_a_budget_below_what_codes_need_is_refused(place: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"target_bits = 2.5: 3 bits is the least"):
+        _run(place, tmp_path / "q", replace(SETTINGS, target_bits=2.5))
+
+
 def test_report_and_manifest(place: Path, tmp_path: Path) -> None:
     events = _run(place, tmp_path / "q")
     report = _report(tmp_path / "q")
@@ -184,7 +212,7 @@ def test_inputs_that_are_not_finite_are_named(place: Path) -> None:
         notices=(),
     )
     with pytest.raises(ModelError, match=r"inputs of layers\.3\.o_proj are not"):
-        calibration.hessians(["layers.3.o_proj"])
+        list(calibration.hessians({"layers.3.o_proj.weight": "layers.3.o_proj"}))
 
 
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.0.mlp.up_proj.weight"])
@@ -203,13 +231,13 @@ def test_a_linear_the_engine_does_not_see_is_named(
 ) -> None:
     from pippin.engines.torch.engine import TorchModel
 
-    whole = TorchModel.input_moments
+    whole = TorchModel.loss_moments
 
-    def blind(self: Any, batches: Any, names: Any = None) -> Any:
-        seen = whole(self, batches, names)
+    def blind(self: Any, *asked: Any) -> Any:
+        seen = whole(self, *asked)
         return {name: moment for name, moment in seen.items() if "o_proj" not in name}
 
-    monkeypatch.setattr(TorchModel, "input_moments", blind)
+    monkeypatch.setattr(TorchModel, "loss_moments", blind)
     events = _run(place, tmp_path / "q")
     texts = [event.text for event in events if isinstance(event, Notice)]
     assert "model.layers.0.self_attn.o_proj and 1 more: no inputs seen, rounded with mse" in texts

@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,6 @@ Tokens: TypeAlias = NDArray[np.int32]
 Weights: TypeAlias = dict[str, NDArray[Any]]
 
 ENGINES = {
-    "jax": "pippin.engines.jax",
     "jax": "pippin.engines.jax",
     "mlx": "pippin.engines.mlx",
     "torch": "pippin.engines.torch",
@@ -125,6 +124,22 @@ class Model(Scorer, Protocol):
         """A trainer that takes this model over. `lora` None trains every weight.
 
         `weights` is the first adapter (empty for full fine-tuning): engines start from equal bytes.
+        """
+        ...
+
+
+@runtime_checkable
+class LossWeigher(Protocol):
+    """What the models of some engines can do besides: weigh inputs by the predictions they move."""
+
+    def loss_moments(
+        self, batches: Sequence[Batch], names: Collection[str] | None = None, seed: int = 0
+    ) -> dict[str, NDArray[np.float32]]:
+        """X^T diag(w) X as `input_moments` gives X^T X, an array of its own for every linear.
+
+        w is a token's mean squared gradient over the linear's outputs, of a prediction that `seed`
+        draws from the model, brought halfway to the batch's mean. So 1/2 E M E^T of an error E of
+        the weights is the divergence it costs, in nats over all tokens, to second order.
         """
         ...
 

@@ -4,16 +4,18 @@ Shape letters: I input features.
 """
 
 import math
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pippin.data.batches import Batch, Sample, single_batches
 from pippin.data.chat import tokenize
 from pippin.data.dataset import load_split
-from pippin.engines import Model
+from pippin.engines import LossWeigher, Model
 from pippin.errors import DataError, ModelError
 from pippin.job import Job
 from pippin.model import names
@@ -27,13 +29,18 @@ from pippin.stages.loading import open_engine
 
 # Tokens of one forward pass, padding included.
 _BATCH_TOKENS = 2048
+# The same where a backward pass keeps what every layer computed.
+_BACKWARD_TOKENS = 1024
 # From this many bits on, an embedding or a head loses next to nothing by plain rounding.
 _PLAIN_BITS = 8
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True)
 class Calibration:
-    """A loaded model and its weights, the rows it reads, and how many tokens they have."""
+    """A loaded model and its weights, the rows it reads, and how many tokens they have.
+
+    With `by_loss` a token counts by its part in the predictions, which `seed` draws.
+    """
 
     model: Model
     checkpoint: Checkpoint
@@ -41,20 +48,52 @@ class Calibration:
     rows: int
     tokens: int
     notices: tuple[str, ...]
+    by_loss: bool = False
+    seed: int = 0
+    _read: tuple[frozenset[str], dict[str, NDArray[np.float32]]] = field(
+        default=(frozenset(), {}), init=False
+    )
 
-    def hessians(self, linears: Collection[str]) -> dict[str, Hessian]:
-        """By linear, those the model has; linears that read the same inputs share one.
+    def unseen(self, part: Mapping[str, str]) -> list[str]:
+        """Tensors of `part` (linear by tensor) whose linear the model lacks."""
+        moments = self._moments(part)
+        return [name for name, linear in part.items() if linear not in moments]
+
+    def hessians(self, part: Mapping[str, str]) -> Iterator[tuple[str, Hessian | None]]:
+        """Tensor by tensor of `part`; linears that read the same inputs share one.
 
         Raises ModelError where inputs are not finite.
         """
-        moments = self.model.input_moments(self.batches, linears) if linears else {}
+        moments = self._moments(part)
+        left = Counter(id(moments[linear]) for linear in part.values() if linear in moments)
         made: dict[int, Hessian] = {}
-        for name, moment_II in moments.items():
-            if id(moment_II) not in made:
-                if not np.isfinite(moment_II).all():
-                    self._blame(name)
-                made[id(moment_II)] = Hessian(moment_II)
-        return {name: made[id(moment_II)] for name, moment_II in moments.items()}
+        for name, linear in part.items():
+            if linear not in moments:
+                yield name, None
+                continue
+            key = id(moments[linear])
+            if key not in made:
+                made[key] = self._hessian(linear, moments[linear])
+            left[key] -= 1
+            yield name, made[key] if left[key] else made.pop(key)
+
+    def _hessian(self, linear: str, moment_II: NDArray[np.float32]) -> Hessian:
+        if not np.isfinite(moment_II).all():
+            self._blame(linear)
+        return Hessian(moment_II)
+
+    def _moments(self, part: Mapping[str, str]) -> dict[str, NDArray[np.float32]]:
+        """Those of the last part asked for are kept: it is asked for again."""
+        linears = frozenset(part.values())
+        if linears != self._read[0]:
+            self._read = (frozenset(), {})
+            if self.by_loss:
+                assert isinstance(self.model, LossWeigher)
+                moments = self.model.loss_moments(self.batches, linears, self.seed)
+            else:
+                moments = self.model.input_moments(self.batches, linears)
+            self._read = (linears, moments)
+        return self._read[1]
 
     def _blame(self, name: str) -> NoReturn:
         """The weights, where they are not finite themselves."""
@@ -83,14 +122,22 @@ def calibrate(job: Job) -> Calibration:
     samples = draw(tokenized.samples, recipe.quantize.calibration_tokens, recipe.seed)
     tokens = sum(len(sample.tokens) for sample in samples)
     longest = max(len(sample.tokens) for sample in samples)
-    engine = open_engine(recipe.model)
+    model = open_engine(recipe.model).load(folder, recipe.model.dtype)
+    asked = recipe.quantize.method == "best" and recipe.quantize.importance == "loss"
+    by_loss = asked and isinstance(model, LossWeigher)
+    notices = _notices(samples, tokens, recipe.quantize.calibration_tokens)
+    if asked and not by_loss:
+        notices += (f"engine {recipe.model.engine} has no gradients of inputs: all count alike",)
+    batch_tokens = _BACKWARD_TOKENS if by_loss else _BATCH_TOKENS
     return Calibration(
-        model=engine.load(folder, recipe.model.dtype),
+        model=model,
         checkpoint=Checkpoint(folder),
-        batches=single_batches(samples, max(1, _BATCH_TOKENS // longest)),
+        batches=single_batches(samples, max(1, batch_tokens // longest)),
         rows=len(samples),
         tokens=tokens,
-        notices=_notices(samples, tokens, recipe.quantize.calibration_tokens),
+        notices=notices,
+        by_loss=by_loss,
+        seed=recipe.seed,
     )
 
 

@@ -20,6 +20,7 @@ from pippin.quantizers.choices import Choice, choose_all, layout_specs, quantize
 from pippin.recipe import Quantize
 from pippin.stages.calibration import Calibration, calibrate, passes
 from pippin.stages.coding import Coder, Row
+from pippin.stages.sharing import share_bits
 
 STAGE = "quantize"
 REPORT = "quantize.json"
@@ -39,6 +40,9 @@ def quantize(job: Job) -> Iterator[Event]:
     for text in (*_notices(choices, checkpoint), *work.notices):
         yield Notice(stage=STAGE, text=text)
     summary: dict[str, Any] = {}
+    if work.calibration and settings.target_bits is not None:
+        budget = share_bits(work.calibration, choices, work.parts, settings.target_bits)
+        choices, summary["budget"] = budget.choices, budget.report
     with artifact.writing(job.folder, job.origin, summary) as folder:
         write_raw(folder, quantized_config(config, choices, settings))
         copy_side_files(source, folder)
@@ -106,14 +110,11 @@ def _write_all(coder: Coder, choices: dict[str, Choice], work: "_Work") -> Itera
             yield coder.write(name, choice, None)
     for part in work.parts:
         assert work.calibration is not None
-        hessians = work.calibration.hessians(frozenset(part.values()))
-        by_tensor = {name: hessians.get(linear) for name, linear in part.items()}
-        hessians.clear()
-        unseen = [names.module(name) for name, hessian in by_tensor.items() if hessian is None]
+        unseen = [names.module(name) for name in work.calibration.unseen(part)]
         if unseen:
             yield Notice(stage=STAGE, text=_unseen(unseen, coder.method))
-        for name in part:  # a Hessian goes with the last tensor it is for
-            yield coder.write(name, choices[name], by_tensor.pop(name))
+        for name, hessian in work.calibration.hessians(part):
+            yield coder.write(name, choices[name], hessian)
 
 
 def _unseen(modules: list[str], method: str) -> str:
@@ -154,4 +155,5 @@ def _summary(folder: Path, rows: list[Row]) -> dict[str, Any]:
 
 def _title(settings: Quantize) -> str:
     groups = f"groups of {settings.group_size}" if settings.group_size else "per channel"
-    return f"quantize to {settings.bits} bits, {groups}, {settings.scheme}"
+    bits = settings.bits if settings.target_bits is None else f"{settings.target_bits:g}"
+    return f"quantize to {bits} bits, {groups}, {settings.scheme}"

@@ -23,6 +23,8 @@ from pippin.engines.torch.loss import Head, head_loss, logits_loss
 from pippin.engines.torch.moments import add_upper, whole
 from pippin.engines.torch.rows import Rows
 
+TINY = torch.finfo(torch.float32).tiny
+
 
 class _Collector:
     """Sums w x x^T by linear, in the backward pass."""
@@ -46,12 +48,16 @@ class _Collector:
         return values.reshape(-1, values.shape[-1])[self.real_N]
 
     def add(self, name: str, x_ND: Tensor, weight_N: Tensor) -> None:
-        """One drawn prediction says little about a token: its weight goes halfway to the mean."""
+        """One drawn prediction says little about a token: weights go halfway to their mean.
+
+        Halfway in the logarithm, which tames the few that are a hundred times the others.
+        """
         if name not in self.sums:
             width = x_ND.shape[1]
             self.sums[name] = torch.zeros((width, width), dtype=x_ND.dtype, device=x_ND.device)
-        weight_N = (weight_N + weight_N.mean()) / 2
-        add_upper(self.sums[name], x_ND * weight_N.sqrt()[:, None])
+        root_N = weight_N.sqrt()
+        root_N = root_N * (weight_N.mean() / root_N.mean().clamp(min=TINY))
+        add_upper(self.sums[name], x_ND * root_N.sqrt()[:, None])
 
 
 def loss_moments(
@@ -70,7 +76,7 @@ def loss_moments(
     asked = {n: m for n, m in network.named_modules() if names is None or n in names}
     linears = {n: m for n, m in asked.items() if isinstance(m, nn.Linear | LoraLinear)}
     head_name = next((n for n, m in linears.items() if m is own and head is not None), None)
-    body = {n: m for n, m in linears.items() if m is not own}
+    body: dict[str, nn.Module] = {n: m for n, m in linears.items() if m is not own}
     with _watched(network, body, collector):
         for rows in batches:
             collector.real_N = rows.real_N
@@ -113,6 +119,7 @@ def _predictions(hidden_ND: Tensor, head: Head, draw: torch.Generator) -> tuple[
 def _draw(logits_CV: Tensor, draw: torch.Generator) -> tuple[Tensor, Tensor]:
     """The gradient by a logit is its probability, less one for the token that was drawn."""
     p_CV = logits_CV.float().softmax(-1)
-    token_C1 = torch.multinomial(p_CV, 1, generator=draw)
+    # Logits that are not finite make moments that are not; the caller looks.
+    token_C1 = torch.multinomial(p_CV.nan_to_num(1.0), 1, generator=draw)
     square_C = p_CV.square().sum(-1) - 2 * p_CV.gather(1, token_C1)[:, 0] + 1
     return token_C1[:, 0], square_C / p_CV.shape[1]
