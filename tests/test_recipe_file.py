@@ -87,6 +87,12 @@ FAULTS = [
     ("[gates]", "[quantize]\nbits = 7\n[gates]", "20: quantize.bits: 7 is not", "2, 3, 4, 5"),
     ("steps = 10", "min_learning_rate = 2", "17: train.min_learning_rate: 2 is above", "below its"),
     ("[gates]", "[quantize]\ntarget_bits = 4\n[gates]", "20: quantize.target_bits: bits", "best"),
+    (
+        "[gates]",
+        '[quantize]\nmethod = "hqq"\nscheme = "symmetric"\n[gates]',
+        "20: quantize.method: hqq",
+        "affine",
+    ),
     ("steps = 10", "patience = 2", "17: train.patience: counts validations", "train.valid_every"),
 ]
 

@@ -18,7 +18,7 @@ TrainOn: TypeAlias = Literal["assistant", "last", "all"]
 Method: TypeAlias = Literal["lora", "full"]
 FrozenDType: TypeAlias = Literal["auto", "float8"]
 Schedule: TypeAlias = Literal["cosine", "linear", "constant"]
-QuantizerName: TypeAlias = Literal["best", "gptq", "mse", "rtn"]
+QuantizerName: TypeAlias = Literal["best", "gptq", "hqq", "mse", "rtn"]
 Scheme: TypeAlias = Literal["symmetric", "affine"]
 Importance: TypeAlias = Literal["loss", "inputs"]
 TargetName: TypeAlias = Literal["executorch", "gguf"]
@@ -129,8 +129,8 @@ class Quantize:
 
     method: QuantizerName = key(
         "rtn",
-        "how codes are chosen: nearest on a plain grid (rtn) or a searched one (mse), or so that "
-        "they keep the outputs on training rows (gptq, best)",
+        "how codes are chosen: nearest on a plain grid (rtn), a searched one (mse) or one with moved "
+        "zero points (hqq), or so that they keep the outputs on training rows (gptq, best)",
     )
     bits: Literal[2, 3, 4, 5, 6, 8] = key(4, "bits of a linear's codes")
     group_size: Literal[0, 32, 64, 128] = key(64, "weights that share a scale; 0 is per channel")

@@ -131,3 +131,10 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str, str]]
             "bits are shared out by what they cost in the loss",
             'set quantize.method = "best" and quantize.importance = "loss"',
         )
+    schemes = {"scheme": asked.scheme, "embed_scheme": asked.embed_scheme}
+    if asked.method == "hqq" and "symmetric" in schemes.values():
+        yield (
+            ("quantize", "method"),
+            "hqq moves zero points, which symmetric codes have none of",
+            'set quantize.scheme and quantize.embed_scheme = "affine", or use mse',
+        )

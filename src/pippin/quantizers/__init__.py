@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 QUANTIZERS = {
     "best": "pippin.quantizers.best",
     "gptq": "pippin.quantizers.gptq",
+    "hqq": "pippin.quantizers.hqq",
     "mse": "pippin.quantizers.mse",
     "rtn": "pippin.quantizers.rtn",
 }
