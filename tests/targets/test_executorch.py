@@ -112,11 +112,11 @@ def test_drawn_tokens_follow_the_seed(model):
 
 
 def test_one_changed_scale_is_found_in_the_file(bundle, quantized):
-    from pippin.targets.executorch.decoder import Weights
-    from pippin.targets.executorch.folder import Folder
+    from pippin.targets.executorch.parts import read_weights
     from pippin.targets.executorch.stored import require_stored
+    from pippin.targets.folder import Folder
 
-    weights = Weights(Folder(quantized()), CONTEXT)
+    weights = read_weights(Folder(quantized()), CONTEXT)
     # Fourteen linears and the head, codes and scales each.
     assert require_stored(bundle / "model.pte", weights) == 15 * 2
     weights.layers[1].attention.q_proj.scales[3, 0] *= 1.125
@@ -135,10 +135,10 @@ def test_another_tokenizer_is_refused(bundle, tmp_path):
 
 def test_a_file_that_computes_something_else_is_refused(bundle, quantized, tmp_path):
     from pippin.targets.executorch.check import check
-    from pippin.targets.executorch.decoder import Weights
-    from pippin.targets.executorch.folder import Folder
+    from pippin.targets.executorch.parts import read_weights
+    from pippin.targets.folder import Folder
 
-    weights = Weights(Folder(quantized()), CONTEXT)
+    weights = read_weights(Folder(quantized()), CONTEXT)
     weights.layers[1].attention.o_proj.scales *= 1.5
     with pytest.raises(PippinError, match="does not compute what the quantized model does"):
         check(load_target("executorch").load(bundle), weights, [[5, 6, 7, 8]])

@@ -19,9 +19,9 @@ pytestmark = pytest.mark.executorch
 @pytest.fixture(autouse=True)
 def exact_activations(monkeypatch):
     """Without rounding of activations the two programs are the same function."""
-    from pippin.targets.executorch import decoder
+    from pippin.targets.executorch import parts
 
-    monkeypatch.setattr(decoder, "fake_quantize", lambda x: x)
+    monkeypatch.setattr(parts, "fake_quantize", lambda x: x)
 
 
 def peer_logits(folder, ids):
@@ -41,10 +41,11 @@ def peer_logits(folder, ids):
 
 
 def our_logits(folder, ids, cuts=()):
-    from pippin.targets.executorch.decoder import Decoder, Weights
-    from pippin.targets.executorch.folder import Folder
+    from pippin.targets.decoder import Decoder
+    from pippin.targets.executorch.parts import read_weights
+    from pippin.targets.folder import Folder
 
-    program = Decoder(Weights(Folder(folder), 64), every=True)
+    program = Decoder(read_weights(Folder(folder), 64), every=True)
     bounds = [0, *cuts, ids.shape[1]]
     with torch.no_grad():
         parts = [program(ids[:, a:b], torch.tensor([a])) for a, b in itertools.pairwise(bounds)]

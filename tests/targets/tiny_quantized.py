@@ -51,6 +51,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2Config", {}),
     "qwen3": ("Qwen3Config", {}),
 }
+GEMMA: tuple[str, dict[str, Any]] = (
+    "Gemma3TextConfig",
+    {"num_hidden_layers": 6, "sliding_window": 8, "query_pre_attn_scalar": 16},
+)
 
 Choose = Callable[[str], Grid | None]
 
@@ -93,7 +97,7 @@ def _network(kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
     import torch
     import transformers
 
-    name, extra = KINDS[kind]
+    name, extra = {**KINDS, "gemma3": GEMMA}[kind]
     config = getattr(transformers, name)(**{**SHAPE, **extra})
     with torch.random.fork_rng():
         torch.manual_seed(0)

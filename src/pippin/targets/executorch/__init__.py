@@ -1,9 +1,9 @@
 """ExecuTorch with XNNPACK: a .pte for the CPUs of phones, checked in ExecuTorch's own runtime.
 
 constraint.py   what the target can hold, asked before any work
-folder.py       a quantized folder as exact codes and scales
+folder.py       codes as XNNPACK holds them
 layers.py       linears, embeddings, norms and rotations in forms that XNNPACK takes
-decoder.py      the model as an exportable module
+parts.py        caches and quantized layers of the shared decoder
 native_log.py   what of the runtime's log is not worth a line
 lowering.py     export, delegation, serialization
 delegation.py   what runs in XNNPACK

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pippin.engines import Sampling
 from pippin.errors import PippinError
-from pippin.targets.executorch.decoder import Decoder, Weights
+from pippin.targets.decoder import Decoder, Weights
 from pippin.targets.executorch.native_log import without_harmless_lines
 from pippin.targets.executorch.runtime import PteModel, log_softmax
 

@@ -1,20 +1,16 @@
-"""Reads a quantized folder as exact signed codes and scales, or says why XNNPACK cannot hold them.
+"""A folder's codes as XNNPACK holds them: signed and symmetric, or the reason why it cannot.
 
 Shape letters: O outputs (or vocabulary), D inputs, G groups.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from pippin.errors import ModelError
-from pippin.model.config import read_config
-from pippin.model.quantized import layout, unpack
-from pippin.model.weights import Checkpoint
 from pippin.targets.executorch.constraint import GROUP_MULTIPLE
+from pippin.targets.folder import Folder
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,75 +25,33 @@ class Codes:
     bits: int
 
 
-class Folder:
-    """A Hugging Face folder, plain or quantized in MLX's layout; tensors are read on demand."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.config = read_config(path)
-        self._checkpoint = Checkpoint(path)
-
-    def plain(self, name: str) -> Tensor:
-        """An unquantized tensor in float32. Raises ModelError where it is missing."""
-        return torch.from_numpy(self._read(name).astype(np.float32, order="C"))
-
-    def optional(self, name: str) -> Tensor | None:
-        """An unquantized tensor in float32, None where the folder has none."""
-        return self.plain(name) if name in self._checkpoint.tensors else None
-
-    def is_quantized(self, module: str) -> bool:
-        """True where the module's weight is stored as codes."""
-        return f"{module}.scales" in self._checkpoint.tensors
-
-    def codes(self, module: str) -> Codes:
-        """The module's codes and scales, bit for bit. Raises ModelError if not symmetric."""
-        grid = layout(self.config, module)
-        if grid is None or grid.bits not in (4, 8):
-            raise ModelError(
-                f"{module} has {grid and grid.bits}-bit codes, XNNPACK holds 4 and 8",
-                "quantize with bits = 4",
-            )
-        half = 2 ** (grid.bits - 1)
-        scales_OG = self._read(f"{module}.scales").astype(np.float32)
-        if not np.array_equal(self._read(f"{module}.biases").astype(np.float32), scales_OG * -half):
-            raise ModelError(
-                f"{module} is quantized with zero points, XNNPACK holds symmetric codes only",
-                'quantize with scheme = "symmetric" and embed_scheme = "symmetric"',
-            )
-        packed = self._read(f"{module}.weight")
-        codes_OD = unpack(packed, grid.bits, packed.shape[1] * 32 // grid.bits) ^ half
-        return Codes(
-            # The flipped top bit is the sign of a code that counts from -half.
-            codes_OD=torch.from_numpy(_sign_extended(codes_OD, grid.bits)),
-            scales_OG=torch.from_numpy(_merged(scales_OG)),
-            bits=grid.bits,
+def signed_codes(folder: Folder, module: str) -> Codes:
+    """The module's codes and scales, bit for bit. Raises ModelError if not symmetric."""
+    found = folder.affine(module)
+    if found.bits not in (4, 8):
+        raise ModelError(
+            f"{module} has {found.bits}-bit codes, XNNPACK holds 4 and 8", "quantize with bits = 4"
         )
-
-    def linear_codes(self, module: str) -> Codes:
-        """Codes of a linear, in a form XNNPACK multiplies. Raises ModelError for any other."""
-        found = self.codes(module)
-        if found.bits == 8:
-            _require_channels(module, found)
-        else:
-            _require_blocks(module, found)
-        return found
-
-    def _read(self, name: str) -> np.ndarray:
-        if name not in self._checkpoint.tensors:
-            raise ModelError(
-                f"{self.path} has no tensor {name}", "give the whole folder that quantize wrote"
-            )
-        return self._checkpoint.read(name)
+    if not found.symmetric:
+        raise ModelError(
+            f"{module} is quantized with zero points, XNNPACK holds symmetric codes only",
+            'quantize with scheme = "symmetric" and embed_scheme = "symmetric"',
+        )
+    return Codes(
+        codes_OD=torch.from_numpy(found.signed),
+        scales_OG=torch.from_numpy(found.scales_OG),
+        bits=found.bits,
+    )
 
 
-def _sign_extended(codes_OD: np.ndarray, bits: int) -> np.ndarray:
-    shift = 8 - bits
-    return (codes_OD << shift).view(np.int8) >> shift
-
-
-def _merged(scales_OG: np.ndarray) -> np.ndarray:
-    same = bool((scales_OG == scales_OG[:, :1]).all())
-    return np.ascontiguousarray(scales_OG[:, :1] if same else scales_OG)
+def linear_codes(folder: Folder, module: str) -> Codes:
+    """Codes of a linear, in a form XNNPACK multiplies. Raises ModelError for any other."""
+    found = signed_codes(folder, module)
+    if found.bits == 8:
+        _require_channels(module, found)
+    else:
+        _require_blocks(module, found)
+    return found
 
 
 def _require_channels(module: str, found: Codes) -> None:

@@ -1,21 +1,19 @@
-"""The README of a bundle: how a phone developer runs the file."""
+"""The README of an ExecuTorch bundle."""
 
 from typing import Any
 
-_GUIDE = """\
-# A language model for ExecuTorch
+from pippin.targets.guide import Guide
 
-`model.pte` runs on a phone's CPU (Android and iOS, XNNPACK). It holds {context} tokens: prompt and
-answer together. It was checked against its quantized parent in PyTorch: KL divergence
-{mean_kl:.2g} nats a token, the likeliest token the same at {top1:.1%} of positions.
 
-| file | what it is |
-|---|---|
-| model.pte | weights and program, {megabytes:.0f} MB |
-| tokenizer.json | the tokenizer; the runner reads it as it is |
-| chat_template.jinja | how a conversation becomes text, where the model has one |
-| deploy.json | stop ids, digests, versions, what runs in XNNPACK, the check's figures |
-
+def guide(description: dict[str, Any]) -> Guide:
+    """How to run the .pte on a desk and in an app."""
+    check, version = description["check"], description["versions"]["executorch"]
+    return Guide(
+        title="A language model for ExecuTorch",
+        about="`model.pte` runs on a phone's CPU (Android and iOS, XNNPACK). It was checked "
+        f"against its quantized parent in PyTorch: KL divergence {check['mean_kl']:.2g} nats a "
+        f"token, the likeliest token the same at {check['top1']:.1%} of positions.",
+        run=f"""
 ## On your desk
 
 ```sh
@@ -44,18 +42,7 @@ llama_main --model_path=model.pte --tokenizer_path=tokenizer.json --temperature=
 ```
 
 On Android use `org.pytorch.executorch.extension.llm.LlmModule`, in Swift the `TextRunner` of
-`ExecuTorchLLM`; both take the two paths. Render a conversation with the chat template first: the
-runner takes text. It stops at the ids {stop_ids} and hands out their text: strip it.
-"""
-
-
-def guide(description: dict[str, Any]) -> str:
-    """The text, from what deploy.json says."""
-    return _GUIDE.format(
-        context=description["context"],
-        megabytes=description["size_bytes"] / 1e6,
-        version=description["versions"]["executorch"],
-        stop_ids=description["stop_ids"],
-        mean_kl=description["check"]["mean_kl"],
-        top1=description["check"]["top1"],
+`ExecuTorchLLM`; both take the two paths. The runner hands out the text of the token that ends an
+answer: strip it.
+""",
     )

@@ -25,7 +25,7 @@ from executorch.exir.passes import MemoryPlanningPass
 from torch.fx import Node
 from torch.fx.passes.infra.partitioner import Partition
 
-from pippin.targets.executorch.decoder import Decoder
+from pippin.targets.decoder import Decoder
 
 
 class LevelPartitioner(XnnpackPartitioner):

@@ -13,7 +13,7 @@ from executorch.exir._serialize._program import deserialize_pte_binary
 from torch import Tensor
 
 from pippin.errors import PippinError
-from pippin.targets.executorch.decoder import Weights
+from pippin.targets.decoder import Weights
 from pippin.targets.executorch.layers import PlainLinear, QuantizedLinear
 
 

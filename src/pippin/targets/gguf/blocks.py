@@ -44,15 +44,23 @@ def pack_blocks(stored: Stored, kind: str) -> NDArray[np.uint8]:
     Raises ModelError for scales that float16 would round.
     """
     rows, inputs = stored.codes_OI.shape
-    heads = [_halves(stored, stored.scales_OG)]
-    codes_OI = stored.codes_OI
-    if kind in _AFFINE.values():
+    affine, codes_OI = kind in _AFFINE.values(), stored.codes_OI
+    neutral = 0 if affine else 2 ** (stored.bits - 1)
+    heads = [_halves(stored, _used(stored, neutral))]
+    if affine:
         heads.append(_halves(stored, stored.biases_OG))
     else:
         # GGML's symmetric codes count from the middle of its own range.
         codes_OI = codes_OI + np.uint8(2 ** (_BITS[kind] - 1) - 2 ** (stored.bits - 1))
     body = _body(codes_OI.reshape(rows, inputs // BLOCK, BLOCK), _BITS[kind])
     return np.concatenate([*heads, *body], -1).reshape(rows, -1)
+
+
+def _used(stored: Stored, neutral: int) -> NDArray[np.float32]:
+    """The scales, 0 for a group of nothing but neutral codes: an empty row's is too small."""
+    rows, groups = stored.scales_OG.shape
+    unused_OG = (stored.codes_OI.reshape(rows, groups, -1) == neutral).all(-1)
+    return np.where(unused_OG, np.float32(0), stored.scales_OG)
 
 
 def _halves(stored: Stored, values_OG: NDArray[np.float32]) -> NDArray[np.uint8]:

@@ -1,0 +1,72 @@
+"""The decoder's parts in the forms that ExecuTorch's LLM operators and XNNPACK take.
+
+Shape letters: B batch (1), T tokens, D inputs, H heads, K kv heads, C head channels, S slots.
+"""
+
+# The library with llama.update_cache and llama.custom_sdpa; importing it is what defines them.
+import executorch.extension.llm.custom_ops.custom_ops  # noqa: F401
+import torch
+from torch import Tensor, nn
+
+from pippin.targets.decoder import Shape, Weights
+from pippin.targets.executorch.folder import linear_codes, signed_codes
+from pippin.targets.executorch.layers import (
+    PlainEmbedding,
+    PlainLinear,
+    QuantizedEmbedding,
+    QuantizedLinear,
+    RMSNorm,
+    Rotation,
+    fake_quantize,
+)
+from pippin.targets.folder import Folder
+
+
+class Cache(nn.Module):
+    """Keys and values of one layer, (1, S, K, C) each, and the attention that reads them."""
+
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.scale = shape.head_dim**-0.5
+        size = (1, shape.context, shape.num_kv_heads, shape.head_dim)
+        self.register_buffer("keys", torch.zeros(size), persistent=False)
+        self.register_buffer("values", torch.zeros(size), persistent=False)
+
+    def forward(self, q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, start: int) -> Tensor:
+        """Write T tokens from slot `start` on, then attend causally; (B, T, H, C) to the same."""
+        ops = torch.ops.llama
+        ops.update_cache(k_BTKC, self.keys, start)
+        ops.update_cache(v_BTKC, self.values, start)
+        return ops.custom_sdpa(q_BTHC, self.keys, self.values, start, None, 0.0, True, self.scale)
+
+
+class XnnpackParts:
+    """Parts over exact integer codes; see targets.decoder.Parts."""
+
+    norm, rotation, cache = RMSNorm, Rotation, Cache
+
+    def linear(self, folder: Folder, name: str) -> nn.Module:
+        """The linear `name` with its bias, quantized or plain as the folder stores it."""
+        bias_O = folder.optional(f"{name}.bias")
+        if not folder.is_quantized(name):
+            return PlainLinear(folder.plain(f"{name}.weight"), bias_O)
+        found = linear_codes(folder, name)
+        return QuantizedLinear(found.codes_OD, found.scales_OG, found.bits, bias_O)
+
+    def embedding(self, folder: Folder, name: str) -> nn.Module:
+        """The token embedding, quantized or plain as the folder stores it."""
+        if not folder.is_quantized(name):
+            return PlainEmbedding(folder.plain(f"{name}.weight"))
+        found = signed_codes(folder, name)
+        return QuantizedEmbedding(found.codes_OD, found.scales_OG, found.bits)
+
+    def inputs(self, linears: tuple[nn.Module, ...], x_BTD: Tensor) -> list[Tensor]:
+        """The input, fake-quantized once for all linears that want it."""
+        wanted = [bool(linear.quantized) for linear in linears]
+        rounded_BTD = fake_quantize(x_BTD) if any(wanted) else x_BTD
+        return [rounded_BTD if want else x_BTD for want in wanted]
+
+
+def read_weights(folder: Folder, context: int) -> Weights:
+    """The folder's weights in these parts; context in tokens."""
+    return Weights(XnnpackParts(), folder, context)

@@ -1,0 +1,94 @@
+"""A plain or quantized folder as float32 tensors, or as the codes, scales and biases it stores.
+
+Shape letters: O outputs (or vocabulary), I inputs, G groups.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pippin.errors import ModelError
+from pippin.model.config import read_config
+from pippin.model.quantized import layout, unpack
+from pippin.model.weights import Checkpoint
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Affine:
+    """A matrix as it is stored: value = codes * scales + biases, codes (O, I) uint8.
+
+    Scales and biases are float32, (O, G). A group's scale and bias that are the same in all groups
+    of every row are kept once: G is then 1.
+    """
+
+    bits: int
+    codes_OI: NDArray[np.uint8]
+    scales_OG: NDArray[np.float32]
+    biases_OG: NDArray[np.float32]
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether every bias stands for a code in the middle."""
+        half = 2 ** (self.bits - 1)
+        return bool((self.biases_OG == self.scales_OG * np.float32(-half)).all())
+
+    @property
+    def signed(self) -> NDArray[np.int8]:
+        """The codes counted from the middle, (O, I)."""
+        # The flipped top bit is the sign of a code that counts from -half.
+        shift = 8 - self.bits
+        flipped = self.codes_OI ^ np.uint8(2 ** (self.bits - 1))
+        return (flipped << shift).view(np.int8) >> shift
+
+
+class Folder:
+    """A Hugging Face folder, plain or quantized in MLX's layout; tensors are read on demand."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = read_config(path)
+        self._checkpoint = Checkpoint(path)
+
+    def plain(self, name: str) -> Tensor:
+        """An unquantized tensor in float32. Raises ModelError where it is missing."""
+        return torch.from_numpy(self._read(name).astype(np.float32, order="C"))
+
+    def optional(self, name: str) -> Tensor | None:
+        """An unquantized tensor in float32, None where the folder has none."""
+        return self.plain(name) if name in self._checkpoint.tensors else None
+
+    def is_quantized(self, module: str) -> bool:
+        """True where the module's weight is stored as codes."""
+        return f"{module}.scales" in self._checkpoint.tensors
+
+    def affine(self, module: str) -> Affine:
+        """The codes, scales and biases of a quantized module, bit for bit."""
+        grid = layout(self.config, module)
+        assert grid is not None, module
+        packed = self._read(f"{module}.weight")
+        scales_OG = self._read(f"{module}.scales").astype(np.float32)
+        biases_OG = self._read(f"{module}.biases").astype(np.float32)
+        if _constant(scales_OG) and _constant(biases_OG):
+            scales_OG, biases_OG = scales_OG[:, :1].copy(), biases_OG[:, :1].copy()
+        return Affine(
+            bits=grid.bits,
+            codes_OI=unpack(packed, grid.bits, packed.shape[1] * 32 // grid.bits),
+            scales_OG=scales_OG,
+            biases_OG=biases_OG,
+        )
+
+    def _read(self, name: str) -> NDArray[Any]:
+        if name not in self._checkpoint.tensors:
+            raise ModelError(
+                f"{self.path} has no tensor {name}", "give the whole folder that quantize wrote"
+            )
+        return self._checkpoint.read(name)
+
+
+def _constant(values_OG: NDArray[np.float32]) -> bool:
+    return bool((values_OG == values_OG[:, :1]).all())
