@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pippin.cli import COMMANDS, help_text
-from pippin.commands_check import check
+from pippin.commands_check import ELSEWHERE, check
 
 if TYPE_CHECKING:
     from pippin.console import Console
@@ -145,15 +145,16 @@ def run(asked: Asked, redo: tuple[str, ...]) -> None:
     _walk(asked, None, redo)
 
 
-@_recipe_command("plan")
-def plan(asked: Asked) -> None:
+@_recipe_command("plan", *ELSEWHERE)
+def plan(asked: Asked, **elsewhere: Any) -> None:
     """Print the plan; an error where it refuses."""
+    from pippin.chips import Elsewhere
     from pippin.counting import count_updates
     from pippin.machine import find_machine
     from pippin.plan import make_plan
     from pippin.run import done_steps
 
-    recipe, machine = asked.load(), find_machine()
+    recipe, machine = asked.load(), Elsewhere(**elsewhere).machine(find_machine())
     made = make_plan(recipe, machine, count_updates(recipe))
     asked.console().plan(made, done_steps(made))
     made.raise_refusals()

@@ -1,30 +1,86 @@
-"""`pippin check`: the device's probes, drawn as they come; exit code 1 where one is wrong."""
+"""`pippin check`: the device's probes, or a model under another device's rules.
 
-from typing import TYPE_CHECKING
+Exit code 1 where a probe is wrong, or where a program would fail.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from pippin.check import PROBES
+from pippin.check.audits import AUDITS, CHIPS
 from pippin.cli import COMMANDS
 
 if TYPE_CHECKING:
+    from pippin.check.audits import Ask, Audited, Auditor
     from pippin.check.runner import Checkup
 
 
+ELSEWHERE = (
+    click.option("--memory", metavar="SIZE", help="of a machine that is not here, e.g. 16GB"),
+    click.option(
+        "--device",
+        type=click.Choice(("cpu", "cuda", "mps")),
+        metavar="NAME",
+        help="its device: cpu, cuda or mps",
+    ),
+    click.option("--chip", metavar="NAME", help="its chip, e.g. m2-pro"),
+)
+
+
 @click.command("check", help=COMMANDS["check"][0].upper() + COMMANDS["check"][1:] + ".")
+@click.argument("model", required=False, type=click.Path(path_type=Path))
 @click.option(
-    "--engine", default="torch", show_default=True, metavar="NAME", help="whose probes are run"
+    "--engine",
+    default="torch",
+    show_default=True,
+    type=click.Choice(list(PROBES)),
+    metavar="NAME",
+    help=f"whose probes are run: {', '.join(PROBES)}",
 )
 @click.option(
     "--device", default="auto", show_default=True, metavar="NAME", help="cpu, cuda or mps"
 )
+@click.option(
+    "--as",
+    "rules",
+    type=click.Choice(list(AUDITS)),
+    metavar="DEVICE",
+    help="judge MODEL, a folder or a recipe, by the rules of a device that is not here: mps",
+)
+@click.option(
+    "--chip",
+    type=click.Choice(CHIPS),
+    metavar="CHIP",
+    help=f"the device's chip, any without it: {', '.join(CHIPS)}",
+)
+@click.option(
+    "--torch", "version", metavar="VERSION", help="rules of another PyTorch than the installed one"
+)
+@click.option("--strict", is_flag=True, help="stop at the first offence, with file and line")
+@click.option("--top50", is_flag=True, help="judge the most used architectures instead of a model")
 @click.option("--json", "as_json", is_flag=True, help="one JSON object a line on stdout")
 @click.option("--quiet", "-q", is_flag=True, help="results and errors only")
-def check(engine: str, device: str, as_json: bool, quiet: bool) -> None:
-    """Probe the device."""
+def check(model: Path | None, as_json: bool, quiet: bool, **options: Any) -> None:
+    """Probe the device, or audit a model."""
+    from pippin.check.audits import Ask
+    from pippin.check.planned import planned_shapes
     from pippin.check.runner import Checkup
+    from pippin.errors import UsageError
 
     mode = "json" if as_json else "quiet" if quiet else "auto"
-    _probe(Checkup(engine=engine, device=device), mode)
+    folder, shapes = planned_shapes(model)
+    asked = {name: options[name] for name in ("version", "chip", "strict")}
+    if options["rules"] or options["top50"]:
+        if folder is None and not options["top50"]:
+            raise UsageError("--as needs a model", "pippin check FOLDER --as mps")
+        subject = None if options["top50"] else folder
+        _audit(options["rules"] or "mps", subject, Ask(**asked, tokens=shapes.tokens), mode)
+        return
+    if any(asked.values()):
+        raise UsageError("--chip, --torch and --strict belong to --as", "add --as mps")
+    _probe(Checkup(engine=options["engine"], device=options["device"], shapes=shapes), mode)
 
 
 def _probe(checkup: "Checkup", mode: str) -> None:
@@ -38,3 +94,25 @@ def _probe(checkup: "Checkup", mode: str) -> None:
             f"{len(wrong)} of {len(findings)} probes are wrong: {', '.join(wrong[:4])}",
             "the lines under the table name the way round each",
         )
+
+
+def _audit(rules: str, folder: Path | None, ask: "Ask", mode: str) -> None:
+    import importlib
+    from typing import cast
+
+    from pippin.console import Console
+    from pippin.errors import GateError
+
+    auditor = cast("Auditor", importlib.import_module(AUDITS[rules]))
+    programs = auditor.architectures(ask) if folder is None else auditor.model(folder, ask)
+    audited = Console(mode=mode).audits(programs)
+    bad = [each for each in audited if each.outcome in ("fails", "error")]
+    if bad:
+        raise GateError(f"{len(bad)} of {len(audited)} programs do not run: {_names(bad)}", HINT)
+
+
+HINT = "the lines under the table name operators, files and the way round each"
+
+
+def _names(audited: "list[Audited]") -> str:
+    return ", ".join(f"{each.subject} {each.program}" for each in audited[:4])

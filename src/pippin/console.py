@@ -11,6 +11,7 @@ from rich.console import Console as Rich
 
 from pippin import tables, tables_check
 from pippin.check import Finding
+from pippin.check.audits import Audited
 from pippin.check.runner import Begun
 from pippin.data import show
 from pippin.data.show import Look
@@ -151,6 +152,24 @@ class Console:
             printer.close()
         self._findings(findings, where)
         return findings
+
+    def audits(self, found: Iterator[Audited]) -> list[Audited]:
+        """Draw programs under another device's rules as they come, then their table."""
+        printer, done = self.printer(), []
+        try:
+            printer.show(Started(stage="check", title="judging operators", unit="programs"))
+            for each in found:
+                done.append(each)
+                printer.show(Progress(stage="check", done=len(done), values={}))
+                if self.mode == "json":
+                    self.json({"event": "audit", **each.as_json()})
+        finally:
+            printer.close()
+        if self.mode != "json":
+            self.out.print(tables_check.audits_table(done))
+            for text in tables_check.troubles(done):
+                self.out.print(text, soft_wrap=True)
+        return done
 
     def _findings(self, findings: list[Finding], where: str) -> None:
         line = tables_check.count_line(findings, where)

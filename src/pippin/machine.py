@@ -34,6 +34,7 @@ class Machine:
     """One machine. Memory in bytes, limits of its container respected; `gflops` is measured.
 
     `gflops` is the rate of a float32 matrix product on all cores. `engines` are the installed ones.
+    `elsewhere` marks a machine that is not here, whose disk and speed nobody knows.
     """
 
     chip: str
@@ -46,6 +47,7 @@ class Machine:
     gflops: float
     engines: tuple[str, ...]
     accelerator: Accelerator | None = None
+    elsewhere: bool = False
 
     def device(self, wanted: str) -> str:
         """`auto` as the best device that is here: cuda, then mps, then cpu."""

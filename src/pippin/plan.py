@@ -99,6 +99,8 @@ def _refusals(forecast: Forecast, steps: tuple[Step, ...]) -> Iterator[Refusal]:
         if need > free and (step.stage != "evaluate" or step.subject == "base"):
             message = f"{step.name} needs about {bytes_text(need)} of memory, {free_text(free)}"
             yield message, _fitting(forecast, step, free)
+    if forecast.machine.elsewhere:
+        return
     disk = int(EXTRA_DISK * sum(forecast.need(step).disk for step in todo))
     folder = run_folder(forecast.recipe)
     free = shutil.disk_usage(_existing(folder)).free

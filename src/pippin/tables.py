@@ -79,7 +79,8 @@ def plan_facts(plan: Plan) -> Iterator[tuple[str, str]]:
     machine, train = plan.machine, plan.recipe.train
     free, total = bytes_text(machine.memory_available), bytes_text(machine.memory_total)
     shared = ", shared with the GPU" if machine.shared_memory else ""
-    yield "machine", f"{machine.chip}, {machine.cores} cores, {free} of {total} free{shared}"
+    cores = "" if machine.elsewhere else f"{machine.cores} cores, "
+    yield "machine", f"{machine.chip}, {cores}{free} of {total} free{shared}"
     if machine.accelerator:
         a = machine.accelerator
         yield a.kind, f"{a.name}, {bytes_text(a.memory_available)} free"

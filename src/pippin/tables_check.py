@@ -7,15 +7,17 @@ from rich.table import Table
 from rich.text import Text
 
 from pippin.check import Finding
+from pippin.check.audits import Audited, Trouble
 
 DTYPES = ("float32", "float16", "bfloat16")
 VERDICTS = ("pass", "inaccurate", "wrong", "not there")  # better ones first
+OUTCOMES = {"fine": "green", "known wrong": "yellow", "fails": "bold red", "error": "bold red"}
 STYLE = {"pass": "green", "inaccurate": "yellow", "wrong": "bold red", "not there": "dim"}
 
 
 def findings_table(findings: Sequence[Finding]) -> Table:
     """Errors side by side by dtype; those without a dtype under `error`."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    table = _table()
     table.add_column("probe", no_wrap=True)
     for heading in ("error", *DTYPES):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -69,3 +71,40 @@ def _seen(found: Finding) -> str:
     if found.figure is None:
         return found.detail
     return f"error {found.figure:.2g}, up to {found.tolerance:.2g} is rounding, at {found.detail}"
+
+
+def audits_table(audited: Sequence[Audited]) -> Table:
+    """Subjects down, programs across."""
+    programs = list(dict.fromkeys(each.program for each in audited))
+    found = {(each.subject, each.program): each.outcome for each in audited}
+    table = _table()
+    for heading in ("model", *programs):
+        table.add_column(heading, no_wrap=True)
+    for subject in dict.fromkeys(each.subject for each in audited):
+        outcomes = [found.get((subject, program)) for program in programs]
+        cells = [Text(o, style=OUTCOMES[o]) if o else Text("-", style="dim") for o in outcomes]
+        table.add_row(Text(subject), *cells)
+    return table
+
+
+def troubles(audited: Sequence[Audited]) -> Iterator[Text]:
+    """Each kind of trouble once, with the programs that have it, the place and the way round."""
+    by_reason: dict[tuple[str, str, str], list[tuple[Audited, Trouble]]] = {}
+    for each in audited:
+        if each.error:
+            yield Text(f"error: {each.subject}, {each.program}: {each.error}", style="bold red")
+        for trouble in (*each.fails, *each.known_wrong):
+            key = (trouble.kind, trouble.operator, trouble.why)
+            by_reason.setdefault(key, []).append((each, trouble))
+    for (kind, operator, why), met in by_reason.items():
+        where = ", ".join(dict.fromkeys(f"{each.subject} {each.program}" for each, _ in met[:4]))
+        more = f" and {len(met) - 4} more" if len(met) > 4 else ""
+        style = OUTCOMES["known wrong" if kind == "known wrong" else "fails"]
+        yield Text(f"{kind}: ", style=style).append(f"{operator}: {why}", style="not bold default")
+        yield Text(f"  first at {met[0][1].where}; in {where}{more}")
+        if met[0][1].remedy:
+            yield Text(f"  {met[0][1].remedy}")
+
+
+def _table() -> Table:
+    return Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")

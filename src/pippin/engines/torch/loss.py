@@ -14,6 +14,7 @@ from pippin.engines.torch.attention import prepare
 CHUNK_BYTES = 1 << 26
 KERNEL_BYTES = 96 << 20  # of products, where a kernel turns them into gradients in place
 BLOCK_BYTES = 1 << 20
+MPS_INNER = 32768  # the longest inner length that every chip multiplies right (pytorch#177116)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,11 +171,20 @@ def _block(products_CV: Tensor, targets_C: Tensor, head: Head, wanted: bool) -> 
 
 def _fill(d_CV: Tensor, hidden_CD: Tensor, head: Head, grads: _Grads) -> None:
     if grads.hidden_SD is not None:
-        torch.mm(d_CV, head.weight_VD, out=grads.hidden_SD)
+        _product_over_words(d_CV, head.weight_VD, grads.hidden_SD)
     if grads.weight_VD is not None:
         grads.weight_VD.add_(d_CV.T @ hidden_CD)
     if grads.bias_V is not None:
         grads.bias_V.add_(d_CV.sum(0))
+
+
+def _product_over_words(d_CV: Tensor, weight_VD: Tensor, out_CD: Tensor) -> None:
+    """d W into `out_CD`. On MPS in parts: M1 and M2 read beyond longer ones before PyTorch 2.14."""
+    parts = MPS_INNER if d_CV.device.type == "mps" else weight_VD.shape[0]
+    torch.mm(d_CV[:, :parts], weight_VD[:parts], out=out_CD)
+    for start in range(parts, weight_VD.shape[0], parts):
+        part = slice(start, start + parts)
+        out_CD.addmm_(d_CV[:, part], weight_VD[part])
 
 
 def logits_loss(logits_SV: Tensor, targets_S: Tensor) -> Tensor:
