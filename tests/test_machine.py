@@ -2,13 +2,14 @@
 
 import os
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from pippin import machine
-from pippin.machine import find_machine
+from pippin.machine import Accelerator, find_machine
 
 GB = 10**9
 
@@ -113,3 +114,12 @@ def test_commands_that_fail_say_nothing(tmp_path):
     assert machine._output("no-such-command-here") == ""
     assert machine._output(sys.executable, "-c", "raise SystemExit(3)") == ""
     assert machine._text(str(tmp_path / "none")) == ""
+
+
+def test_an_engine_has_the_accelerators_it_can_use():
+    card = Accelerator(kind="cuda", name="card", memory_total=GB, memory_available=GB)
+    machine = replace(find_machine(), accelerator=card, accelerated=("torch",))
+    assert machine.device("auto", "torch") == "cuda"
+    assert machine.device("auto", "mlx") == "cpu"
+    assert machine.devices("mlx") == ["cpu"]
+    assert machine.device("cpu", "torch") == "cpu"

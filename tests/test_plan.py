@@ -108,6 +108,26 @@ def test_auto_takes_the_accelerator(recipe):
     assert make_plan(recipe, native).dtype == "bfloat16"
 
 
+def test_mlx_computes_where_it_can(recipe):
+    """In bfloat16 on a GPU; in float32 on a CPU, whatever that CPU could do."""
+    mlx, host = change(recipe, model={"engine": "mlx"}), replace(MACHINE, engines=("mlx", "torch"))
+    apple = Accelerator(kind="mps", name="Apple", memory_total=2**33, memory_available=2**32)
+    card = replace(apple, kind="cuda", name="GPU")
+    on = {
+        "apple": replace(host, accelerator=apple),
+        "card with mlx-cuda": replace(host, accelerator=card),
+        "card without it": replace(host, accelerator=card, accelerated=("torch",)),
+        "cpu": replace(host, native_bfloat16=True),
+    }
+    plans = {name: make_plan(mlx, machine) for name, machine in on.items()}
+    assert {name: (plan.device, plan.dtype) for name, plan in plans.items()} == {
+        "apple": ("mps", "bfloat16"),
+        "card with mlx-cuda": ("cuda", "bfloat16"),
+        "card without it": ("cpu", "float32"),
+        "cpu": ("cpu", "float32"),
+    }
+
+
 def huge(recipe, free):
     """The plan of a batch that does not fit in `free` bytes."""
     wide = change(recipe, train={"row_tokens": 8192, "batch_rows": 4096})

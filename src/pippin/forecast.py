@@ -93,12 +93,17 @@ class Forecast:
         return DTYPE_BYTES[self.train_dtype]
 
     @property
+    def device(self) -> str:
+        """What the engine computes on."""
+        return self.machine.device(self.recipe.model.device, self.recipe.model.engine)
+
+    @property
     def train_dtype(self) -> str:
-        """`auto` is bfloat16 where the device computes it natively."""
-        dtype, device = self.recipe.model.dtype, self.machine.device(self.recipe.model.device)
-        if dtype != "auto":
-            return dtype
-        return "bfloat16" if device != "cpu" or self.machine.native_bfloat16 else "float32"
+        """`auto` is bfloat16 where the device computes it natively; on a CPU PyTorch alone does."""
+        if self.recipe.model.dtype != "auto":
+            return self.recipe.model.dtype
+        native = self.machine.native_bfloat16 and self.recipe.model.engine == "torch"
+        return "bfloat16" if self.device != "cpu" or native else "float32"
 
     @property
     def trained(self) -> int:
@@ -110,7 +115,7 @@ class Forecast:
     @property
     def overhead(self) -> int:
         """What is resident besides tensors, in the memory that counts for the device."""
-        return FRAMEWORK if self.machine.device(self.recipe.model.device) == "cpu" else 0
+        return FRAMEWORK if self.device == "cpu" else 0
 
     def fetch(self) -> Need:
         """A tensor at a time in float32; weights in two bytes on disk."""
@@ -147,7 +152,7 @@ class Forecast:
 
     @property
     def _rate(self) -> float | None:
-        if self.machine.device(self.recipe.model.device) != "cpu":
+        if self.device != "cpu":
             return None
         return self.machine.gflops * 1e9 * REACHED
 

@@ -17,6 +17,12 @@ import psutil
 from pippin.engines import ENGINES
 
 GIB = 2**30
+# Packages without which an engine leaves an accelerator alone.
+_PLUGINS = {
+    ("cuda", "jax"): ("jax-cuda12-plugin", "jax-cuda13-plugin"),
+    ("cuda", "mlx"): ("mlx-cuda-12", "mlx-cuda-13"),
+    ("mps", "jax"): ("jax-mps",),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +39,8 @@ class Accelerator:
 class Machine:
     """One machine. Memory in bytes, limits of its container respected; `gflops` is measured.
 
-    `gflops` is the rate of a float32 matrix product on all cores. `engines` are the installed ones.
+    `gflops` is the rate of a float32 matrix product on all cores. `engines` are the installed ones,
+    `accelerated` those of them that compute on the accelerator.
     `elsewhere` marks a machine that is not here, whose disk and speed nobody knows.
     """
 
@@ -47,19 +54,24 @@ class Machine:
     gflops: float
     engines: tuple[str, ...]
     accelerator: Accelerator | None = None
+    accelerated: tuple[str, ...] = ("mlx", "torch")
     elsewhere: bool = False
 
-    def device(self, wanted: str) -> str:
-        """`auto` as the best device that is here: cuda, then mps, then cpu."""
-        if wanted != "auto":
-            return wanted
-        return self.accelerator.kind if self.accelerator else "cpu"
+    def devices(self, engine: str) -> list[str]:
+        """The devices an engine computes on here, best first."""
+        best = [self.accelerator.kind] if self.accelerator and engine in self.accelerated else []
+        return [*best, "cpu"]
+
+    def device(self, wanted: str, engine: str = "torch") -> str:
+        """`auto` as the best device that the engine has here."""
+        return self.devices(engine)[0] if wanted == "auto" else wanted
 
 
 def find_machine() -> Machine:
     """Look at the machine; takes a few hundredths of a second."""
     total, available = memory()
     chip = chip_name()
+    accelerator = _mps(chip, total, available) or _cuda()
     return Machine(
         chip=chip,
         system=f"{platform.system()} {platform.machine()}",
@@ -70,7 +82,8 @@ def find_machine() -> Machine:
         native_bfloat16=native_bfloat16(),
         gflops=measure_gflops(),
         engines=tuple(name for name in ENGINES if _installed(name)),
-        accelerator=_mps(chip, total, available) or _cuda(),
+        accelerator=accelerator,
+        accelerated=_accelerated(accelerator.kind if accelerator else "mps"),
     )
 
 
@@ -126,6 +139,19 @@ def _timed(a: np.ndarray) -> float:
 
 def _installed(engine: str) -> bool:
     return importlib.util.find_spec(engine) is not None
+
+
+def _accelerated(kind: str) -> tuple[str, ...]:
+    """The engines that compute on this kind of accelerator."""
+    needs = {engine: _PLUGINS.get((kind, engine), ()) for engine in ENGINES}
+    return tuple(name for name, any_of in needs.items() if not any_of or any(map(_there, any_of)))
+
+
+def _there(package: str) -> bool:
+    try:
+        return bool(importlib.metadata.version(package))
+    except importlib.metadata.PackageNotFoundError:
+        return False
 
 
 def _apple_silicon() -> bool:

@@ -68,7 +68,7 @@ def make_plan(recipe: Recipe, machine: Machine, updates: int | None = None) -> P
         machine=machine,
         folder=run_folder(recipe),
         model=model,
-        device=machine.device(recipe.model.device),
+        device=machine.device(recipe.model.device, recipe.model.engine),
         dtype=forecast.train_dtype if forecast else recipe.model.dtype,
         steps=steps,
         needs={step.name: forecast.need(step) for step in steps} if forecast else {},
@@ -84,10 +84,10 @@ def _require(recipe: Recipe, machine: Machine) -> None:
             f"engine {engine} is not installed",
             f"pip install 'pippin[{engine}]', or another engine",
         )
-    here = ["cpu"] + ([machine.accelerator.kind] if machine.accelerator else [])
+    here = machine.devices(engine)
     if device not in ("auto", *here):
         raise UsageError(
-            f"model.device {device} is not on this machine ({machine.chip})",
+            f"model.device {device} is not on this machine for engine {engine} ({machine.chip})",
             f"it has {', '.join(here)}; auto picks the best",
         )
 
@@ -120,8 +120,7 @@ def _free_memory(forecast: Forecast, step: Step) -> int:
     """What the step may take: the accelerator's memory where it computes, else the host's."""
     machine = forecast.machine
     computes = step.stage == "train" or (step.stage == "evaluate" and "bundle" not in step.inputs)
-    device = machine.device(forecast.recipe.model.device)
-    if computes and device == "cuda" and machine.accelerator:
+    if computes and forecast.device == "cuda" and machine.accelerator:
         return machine.accelerator.memory_available
     return machine.memory_available
 

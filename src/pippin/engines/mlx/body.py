@@ -18,7 +18,7 @@ EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddi
 HEADS = ("lm_head", "embed_out", "output")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Head:
     """logits = softcap * tanh(scale * product(h) / softcap); softcap None leaves it out.
 
@@ -66,7 +66,7 @@ class Head:
         return max(16, CHUNK_BYTES // (4 * self.vocab))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Loaded:
     """A network with what was found out about it.
 

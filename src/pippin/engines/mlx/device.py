@@ -33,7 +33,8 @@ def pick_device(name: str) -> str:
         )
     picked = here[0] if name == "auto" else name
     mx.set_default_device(mx.cpu if picked == "cpu" else mx.gpu)
-    mx.set_cache_limit(CACHE_BYTES)
+    if picked != "cpu":  # where MLX keeps 32 MiB anyway
+        mx.set_cache_limit(CACHE_BYTES)
     return picked
 
 

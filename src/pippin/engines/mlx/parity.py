@@ -8,6 +8,8 @@ window that is left out), so it is refused, or limited to the lengths at which t
 import contextlib
 import functools
 import json
+import subprocess
+import sys
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
@@ -20,6 +22,7 @@ from numpy.typing import NDArray
 from pippin.engines.mlx.load import load_network
 from pippin.errors import ModelError
 from pippin.model.config import read_raw, shrunk, without_quantization, write_raw
+from pippin.quiet import quiet_imports
 
 TOKENS = 24
 VOCABULARY = 128
@@ -36,7 +39,33 @@ def check(folder: Path) -> int | None:
     """
     raw = without_quantization(read_raw(folder))
     plain = {key: value for key, value in raw.items() if key not in LABELS}
-    return _limit(json.dumps(plain, sort_keys=True))
+    config = json.dumps(plain, sort_keys=True)
+    # PyTorch takes some hundred megabytes: where it is not there anyway, another process has it.
+    return _limit(config) if "torch" in sys.modules else _elsewhere(config)
+
+
+@functools.cache
+def _elsewhere(config: str) -> int | None:
+    command = [sys.executable, "-m", "pippin.engines.mlx.parity", mx.default_device().type.name]
+    done = subprocess.run(command, input=config, capture_output=True, text=True, check=False)
+    try:
+        answer = json.loads(done.stdout)
+    except ValueError:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise ModelError(
+            f"MLX's numbers could not be compared with those of transformers: {last}",
+            'pip install "pippin[mlx]", which brings PyTorch for this comparison',
+        ) from None
+    if "error" in answer:
+        raise ModelError(answer["error"], answer["hint"])
+    return answer["longest"]
+
+
+def _answer(config: str) -> dict[str, Any]:
+    try:
+        return {"longest": _limit(config)}
+    except ModelError as error:
+        return {"error": error.message, "hint": error.hint}
 
 
 @functools.cache
@@ -75,7 +104,7 @@ def _difference(raw: dict[str, Any], tokens: int) -> float:
 
 def _reference(small: dict[str, Any], tokens_BT: NDArray[Any], folder: Path) -> NDArray[Any]:
     """transformers' logits of a random model, which is left in the folder."""
-    with _quiet():
+    with quiet_imports(), _no_bars():
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -94,23 +123,18 @@ def _reference(small: dict[str, Any], tokens_BT: NDArray[Any], folder: Path) -> 
 
 
 @contextlib.contextmanager
-def _quiet() -> Generator[None]:
-    """What transformers has to say of a throwaway model tells nobody anything."""
-    import logging
+def _no_bars() -> Generator[None]:
+    from transformers.utils import logging
 
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    from transformers.utils.logging import (
-        disable_progress_bar,
-        enable_progress_bar,
-        is_progress_bar_enabled,
-    )
-
-    bars = is_progress_bar_enabled()
-    disable_progress_bar()
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
     try:
         yield
     finally:
-        logging.disable(before)
-        if bars:
-            enable_progress_bar()
+        if shown:
+            logging.enable_progress_bar()
+
+
+if __name__ == "__main__":
+    mx.set_default_device(getattr(mx, sys.argv[1]))
+    sys.stdout.write(json.dumps(_answer(sys.stdin.read())))

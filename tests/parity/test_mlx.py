@@ -1,0 +1,167 @@
+"""transformers, peft and PyTorch's training as oracles of the MLX engine."""
+
+import json
+
+import numpy as np
+import pytest
+
+pytest.importorskip("mlx.core")
+torch = pytest.importorskip("torch")
+peft = pytest.importorskip("peft")
+
+from pippin.data.batches import Batch  # noqa: E402
+from pippin.engines import Sampling, load_engine  # noqa: E402
+from pippin.model.adapter import (  # noqa: E402
+    Base,
+    adapted_linears,
+    load_adapter,
+    new_adapter,
+    save_adapter,
+)
+from pippin.model.weights import Checkpoint  # noqa: E402
+from pippin.recipe import Lora, Train  # noqa: E402
+
+pytestmark = [pytest.mark.mlx, pytest.mark.torch]
+
+KINDS = ("llama", "llama_tied", "llama_bias", "llama_head100", "qwen2", "qwen3", "gemma3")
+SCALED = ("cohere", "granite")
+LORA = Lora(rank=4, alpha=8)
+
+
+@pytest.fixture(scope="module")
+def engines():
+    torch.set_num_threads(1)
+    return load_engine("mlx", "cpu"), load_engine("torch", "cpu")
+
+
+def tokens(rows=3, columns=12):
+    return np.random.default_rng(1).integers(3, 97, (rows, columns)).astype(np.int32)
+
+
+def packed(seed):
+    """One row of three samples, of lengths that differ from seed to seed."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(3, 14, 3)
+    positions = np.concatenate([np.arange(n) for n in lengths])[None].astype(np.int32)
+    return Batch(
+        tokens_BT=rng.integers(3, 97, positions.shape).astype(np.int32),
+        positions_BT=positions,
+        segments_BT=np.repeat([1, 2, 3], lengths)[None].astype(np.int32),
+        scored_BT=positions > 0,
+    )
+
+
+def first(folder, lora=LORA):
+    return new_adapter(adapted_linears(Checkpoint(folder), lora), lora, seed=0)
+
+
+@pytest.mark.parametrize("kind", KINDS + SCALED)
+def test_scores_are_those_of_pytorch(engines, tiny, kind):
+    ours, wanted = (engine.load(tiny(kind), "float32") for engine in engines)
+    np.testing.assert_allclose(ours.logprobs(tokens()), wanted.logprobs(tokens()), atol=2e-5)
+    given = np.roll(tokens(), -1, 1)[..., None]
+    tops = [model.topk(tokens(), 5, given) for model in (ours, wanted)]
+    np.testing.assert_array_equal(tops[0].ids_BTK, tops[1].ids_BTK)
+    np.testing.assert_allclose(tops[0].logprobs_BTK, tops[1].logprobs_BTK, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma3"])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 3}])
+def test_answers_are_those_of_pytorch(engines, tiny, kind, sampling):
+    """Prompts of different lengths, some ending before others, past the sliding window."""
+    prompts = [tokens()[0, :3], tokens()[1, :9], tokens()[2]]
+    asked = Sampling(max_tokens=14, stop=frozenset(range(50, 75)), **sampling)
+    models = [engine.load(tiny(kind), "float32") for engine in engines]
+    ours, wanted = (list(model.generate(prompts, asked)) for model in models)
+    assert ours == wanted
+    assert any(None in step for step in ours), "no row ended"
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "qwen3"])
+def test_fifty_steps_have_the_losses_of_pytorch(engines, tiny, kind):
+    folder, train = tiny(kind), Train(weight_decay=0.01)
+    trainers = [e.load(folder, "float32").trainer(train, LORA, first(folder), 0) for e in engines]
+    losses = []
+    for number in range(50):
+        batches = [packed(2 * number), packed(2 * number + 1)]
+        results = [trainer.step(batches, 5e-3) for trainer in trainers]
+        losses.append([result.loss_sum / result.tokens for result in results])
+    ours, wanted = np.array(losses).T
+    assert wanted[-1] < wanted[0], "nothing was learned"
+    np.testing.assert_allclose(ours, wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "qwen2"])
+def test_full_training_is_that_of_pytorch(engines, tiny, kind):
+    trainers = [e.load(tiny(kind), "float32").trainer(Train(), None, {}, 0) for e in engines]
+    for number in range(10):
+        ours, wanted = (trainer.step([packed(number)], 1e-3) for trainer in trainers)
+        assert ours.loss_sum / ours.tokens == pytest.approx(
+            wanted.loss_sum / wanted.tokens, abs=1e-4
+        )
+        assert ours.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-3)
+    weights, others = (trainer.weights() for trainer in trainers)
+    assert weights.keys() == others.keys()
+
+
+def test_peft_loads_what_was_trained_here(engines, tiny, tmp_path):
+    folder = tiny("llama")
+    trainer = engines[0].load(folder, "float32").trainer(Train(), LORA, first(folder), 0)
+    for number in range(4):
+        trainer.step([packed(number)], 1e-2)
+    save_adapter(tmp_path, LORA, trainer.weights(), Base(name="tiny", digest=""))
+    logits = peft_logits(folder, tmp_path)
+    for engine in engines:
+        scored = engine.load(folder, "float32", tmp_path).logprobs(tokens())
+        np.testing.assert_allclose(scored, logits, atol=2e-5)
+    plain = engines[0].load(folder, "float32").logprobs(tokens())
+    assert np.abs(plain - logits).max() > 1e-2, "the adapter does nothing"
+
+
+def test_an_adapter_of_peft_loads_here(engines, tiny, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    settings = peft.LoraConfig(
+        r=3, lora_alpha=5, use_rslora=True, target_modules=["q_proj", "down_proj"]
+    )
+    base = AutoModelForCausalLM.from_pretrained(tiny("qwen3"))
+    model = peft.get_peft_model(base, settings)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(0, 0.2, generator=torch.Generator().manual_seed(1))
+    model.save_pretrained(tmp_path)
+    scored = engines[0].load(tiny("qwen3"), "float32", tmp_path).logprobs(tokens())
+    np.testing.assert_allclose(scored, peft_logits(tiny("qwen3"), tmp_path), atol=2e-5)
+    assert load_adapter(tmp_path).rank == 3
+
+
+@torch.no_grad()
+def peft_logits(folder, adapter):
+    """peft's log-probabilities of `tokens()`."""
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(base, adapter).eval()
+    ids = torch.from_numpy(tokens()).long()
+    logprobs = model(ids[:, :-1]).logits.log_softmax(-1)
+    return logprobs.gather(2, ids[:, 1:, None])[..., 0].numpy()
+
+
+def test_rope_of_the_config_is_used(engines, tiny, tmp_path):
+    """transformers 5 keeps theta where mlx-lm does not look."""
+    folder = changed(
+        tiny("llama"), tmp_path, rope_parameters={"rope_theta": 7e5, "rope_type": "default"}
+    )
+    ours, wanted = (engine.load(folder, "float32").logprobs(tokens()) for engine in engines)
+    np.testing.assert_allclose(ours, wanted, atol=2e-5)
+    assert np.abs(ours - engines[0].load(tiny("llama"), "float32").logprobs(tokens())).max() > 1e-3
+
+
+def changed(folder, target, **keys):
+    """The folder with other keys in its config."""
+    for path in folder.iterdir():
+        (target / path.name).write_bytes(path.read_bytes())
+    config = json.loads((folder / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | keys))
+    return target
