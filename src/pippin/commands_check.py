@@ -84,10 +84,13 @@ def check(model: Path | None, as_json: bool, quiet: bool, **options: Any) -> Non
 
 
 def _probe(checkup: "Checkup", mode: str) -> None:
+    from pippin.check.record import record
     from pippin.console import Console
     from pippin.errors import GateError
+    from pippin.machine import find_machine
 
     findings = Console(mode=mode).probes(checkup.run())
+    record(checkup.engine, find_machine().device(checkup.device), findings)
     wrong = [found.probe for found in findings if found.verdict == "wrong"]
     if wrong:
         raise GateError(

@@ -65,6 +65,8 @@ class Console:
         """The first line of a run."""
         if self.mode == "auto":
             self.err.print(tables.header(plan), soft_wrap=True)
+        for text in plan.notices:
+            self.notice(Notice(stage="check", text=text))
 
     def notice(self, notice: Notice) -> None:
         """Something worth knowing, beside the results."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from pippin import artifact
+from pippin.check.record import heed
 from pippin.errors import PippinError, UsageError
 from pippin.figures import bytes_text
 from pippin.forecast import Forecast, Need, look, smaller
@@ -23,7 +24,8 @@ class Plan:
     """Everything a run will do, in order. `folder` is the run's own, `model` the model's.
 
     `needs` by step name are empty while the model is only on the hub; `refusals` say why the run
-    cannot start; `updates` of training where the rows were counted.
+    cannot start; `updates` of training where the rows were counted; `notices` what a device check
+    changed in the recipe.
     """
 
     recipe: Recipe
@@ -36,6 +38,7 @@ class Plan:
     needs: dict[str, Need]
     refusals: tuple[Refusal, ...]
     updates: int | None = None
+    notices: tuple[str, ...] = ()
 
     def raise_refusals(self) -> None:
         """Raise PippinError with every refusal."""
@@ -57,6 +60,9 @@ def make_plan(recipe: Recipe, machine: Machine, updates: int | None = None) -> P
     that is nothing.
     """
     _require(recipe, machine)
+    notices: tuple[str, ...] = ()
+    if not machine.elsewhere:
+        recipe, notices = heed(recipe, machine.device(recipe.model.device))
     steps, model = make_steps(recipe), model_folder(recipe)
     facts = look(recipe, model)
     updates = updates or recipe.train.steps
@@ -74,6 +80,7 @@ def make_plan(recipe: Recipe, machine: Machine, updates: int | None = None) -> P
         needs={step.name: forecast.need(step) for step in steps} if forecast else {},
         refusals=tuple(_refusals(forecast, steps)) if forecast else (),
         updates=updates,
+        notices=notices,
     )
 
 

@@ -92,6 +92,7 @@ def plan_facts(plan: Plan) -> Iterator[tuple[str, str]]:
         total = count_text(plan.updates * plan.tokens_per_step)
         yield "updates", f"{plan.updates:,}, {total} tokens with padding"
     yield "folder", str(plan.folder)
+    yield from (("notice", text) for text in plan.notices)
 
 
 def plan_steps(plan: Plan, done: set[str]) -> Table:

@@ -1,0 +1,88 @@
+"""mps-audit-architectures: the most used architectures under MPS's rules; writes their page."""
+
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import transformers
+
+from common import ROOT, Row, arguments, report
+from pippin.check.audits import Ask, Audited
+from pippin.engines.torch import mps
+
+PAGE = Path("docs") / "mps-architectures.md"
+PROGRAMS = ("float32", "bfloat16", "training", "generation")
+
+
+def main() -> None:
+    """Audit all, print the row, write the page."""
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--torch", help="rules of another version, e.g. 2.14; writes no page")
+    asked = parser.parse_args()
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    start = time.perf_counter()
+    audited = list(mps.architectures(Ask(version=asked.torch)))
+    seconds = round(time.perf_counter() - start)
+    subjects = dict.fromkeys(each.subject for each in audited)
+    bad = dict.fromkeys(e.subject for e in audited if e.outcome in ("fails", "error"))
+    notes = {"seconds": seconds, "programs": len(audited), "not_fine": list(bad)}
+    notes["rules"] = asked.torch or torch.__version__
+    row = Row(
+        name="mps-audit-architectures",
+        value=len(subjects),
+        unit="architectures",
+        better="higher",
+        notes=notes,
+    )
+    report([row], asked.save)
+    if asked.torch is None:
+        (ROOT / PAGE).write_text(page(audited))
+
+
+def page(audited: Sequence[Audited]) -> str:
+    """The table, then what is wrong and the way round."""
+    found = {(each.subject, each.program): each for each in audited}
+    subjects = list(dict.fromkeys(each.subject for each in audited))
+    lines = [
+        "# Architectures under MPS's rules",
+        "",
+        "<!-- Written by benchmarks/bench_mps_architectures.py. -->",
+        "",
+        f"{len(subjects)} architectures as tiny random models, operators judged by the rules of",
+        f"PyTorch {torch.__version__.partition('+')[0]} for Apple's GPUs (transformers "
+        f"{transformers.__version__}). `pippin check --top50` makes this",
+        "table for the versions you have. It tells that operators and dtypes exist on the GPU, not",
+        "that their numbers are right: that is what `pippin check` on the Mac itself is for.",
+        "Known faults of single chips are left out here; `pippin check MODEL --as mps` tells them.",
+        "",
+        f"| architecture | {' | '.join(PROGRAMS)} |",
+        f"|---|{'---|' * len(PROGRAMS)}",
+    ]
+    for subject in subjects:
+        cells = [_cell(found.get((subject, program))) for program in PROGRAMS]
+        lines.append(f"| {subject} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", "## What does not run", "", *_troubles(audited)]) + "\n"
+
+
+def _cell(each: Audited | None) -> str:
+    if each is None:
+        return ""
+    return each.outcome if each.outcome in ("fails", "error") else "fine"
+
+
+def _troubles(audited: Sequence[Audited]) -> list[str]:
+    lines = []
+    for each in audited:
+        for trouble in each.fails:
+            text = f"`{trouble.operator}` [{trouble.dtypes}]: {trouble.why}"
+            lines.append(f"- **{each.subject}**, {each.program}: {text}. {trouble.remedy}.")
+        if each.error and not each.fails:
+            lines.append(f"- **{each.subject}**, {each.program}: the CPU's own error, {each.error}")
+    return lines or ["Nothing."]
+
+
+if __name__ == "__main__":
+    main()

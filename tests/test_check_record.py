@@ -1,0 +1,104 @@
+"""What a failed probe changes in the plan, and that nothing else does."""
+
+from dataclasses import replace
+
+import pytest
+
+from pippin.check import Finding
+from pippin.check.record import heed, recall, record
+from pippin.machine import Accelerator, find_machine
+from pippin.plan import make_plan
+from pippin.recipe_file import load_recipe
+from tests.tiny_runs import RECIPE, write_speaking_model
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("PIPPIN_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    write_speaking_model(tmp_path / "model")
+    (tmp_path / "tiny.toml").write_text(RECIPE)
+    loaded = load_recipe(tmp_path / "tiny.toml")
+    return replace(loaded, model=replace(loaded.model, device="auto", dtype="auto"))
+
+
+def found(probe, avoid, verdict="wrong"):
+    return Finding(
+        probe=probe,
+        verdict=verdict,
+        figure=1.0,
+        tolerance=0.0,
+        detail="",
+        remedy="",
+        avoid=avoid,
+    )
+
+
+LEAK = found("attention.causality.bfloat16", "attention")
+LOST = found("optimizer.step", "device")
+
+
+def test_without_a_check_nothing_changes(recipe):
+    assert heed(recipe, "mps") == (recipe, ())
+
+
+@pytest.mark.parametrize(
+    "finding",
+    [
+        found("attention.causal.bfloat16", "attention", "inaccurate"),
+        found("compile.parity.float32", "compile"),
+        found("random.dropout", ""),
+        found("attention.causal.float16", "attention"),
+    ],
+)
+def test_what_needs_no_change(recipe, finding):
+    record("torch", "mps", [finding])
+    assert heed(recipe, "mps") == (recipe, ())
+
+
+def test_wrong_half_precision_means_float32(recipe):
+    record("torch", "mps", [LEAK])
+    changed, (notice,) = heed(recipe, "mps")
+    assert changed == replace(recipe, model=replace(recipe.model, dtype="float32"))
+    assert (
+        notice == "check: model.dtype is float32, as wrong is attention.causality.bfloat16 on mps"
+    )
+
+
+def test_more_means_the_cpu(recipe):
+    record("torch", "mps", [LEAK, LOST])
+    changed, (notice,) = heed(recipe, "mps")
+    assert changed.model.device == "cpu"
+    assert "optimizer.step on mps" in notice
+
+
+def test_a_recipe_that_says_otherwise_is_told(recipe):
+    record("torch", "mps", [LEAK])
+    asked = replace(recipe, model=replace(recipe.model, dtype="bfloat16"))
+    same, (notice,) = heed(asked, "mps")
+    assert same == asked
+    assert "model.dtype is set to bfloat16; float32 is safe" in notice
+
+
+def test_findings_end_with_the_version(recipe, monkeypatch):
+    record("torch", "mps", [LOST])
+    assert recall("torch", "mps")
+    monkeypatch.setattr("pippin.check.record._version", lambda engine: "later")
+    assert recall("torch", "mps") == []
+
+
+def test_a_damaged_record_is_none(recipe, tmp_path):
+    record("torch", "mps", [LOST])
+    (tmp_path / "cache" / "check-torch-mps.json").write_text("{")
+    assert recall("torch", "mps") == []
+
+
+def test_the_plan_heeds_it(recipe):
+    record("torch", "mps", [LOST])
+    gpu = Accelerator(kind="mps", name="m", memory_total=2**34, memory_available=2**34)
+    plan = make_plan(recipe, replace(find_machine(), accelerator=gpu))
+    assert (plan.device, plan.recipe.model.device) == ("cpu", "cpu")
+    assert plan.notices == ("check: model.device is cpu, as wrong is optimizer.step on mps",)
