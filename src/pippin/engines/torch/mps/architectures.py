@@ -90,11 +90,13 @@ def _on_mps(architecture: Architecture, dtype: torch.dtype) -> tuple[Any, dict[s
 def _forward(architecture: Architecture, dtype: torch.dtype) -> None:
     network, inputs = _on_mps(architecture, dtype)
     inputs.pop("labels", None)
-    network.eval()(**inputs, **_decoded(architecture, inputs))
+    network.eval()(**inputs, **_decoded(architecture, dtype))
 
 
-def _decoded(architecture: Architecture, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Without labels an encoder-decoder wants its decoder's tokens."""
+def _decoded(architecture: Architecture, dtype: torch.dtype) -> dict[str, Any]:
+    """Without labels an encoder-decoder wants its decoder's inputs."""
+    if architecture.inputs == "speakers":
+        return {"decoder_input_values": torch.zeros(2, 5, 16, device="mps").to(dtype)}
     if architecture.inputs not in ("seq2seq", "spectrogram"):
         return {}
     return {"decoder_input_ids": torch.full((2, 4), 3, device="mps")}

@@ -24,7 +24,8 @@ COMPOSITES = (
 class Operators:
     """Overloads by name, e.g. `add.Tensor`: with a kernel for MPS, with one for any device, all.
 
-    `fallback` run on the CPU without being asked; `gaps` reach a kernel that MPS lacks.
+    `fallback` run on the CPU without being asked; `gaps` reach a kernel that MPS lacks; `later` got
+    a kernel in the version named.
     """
 
     version: str
@@ -33,6 +34,7 @@ class Operators:
     every: frozenset[str]
     fallback: frozenset[str]
     gaps: frozenset[str]
+    later: dict[str, str]
 
 
 @functools.cache
@@ -58,6 +60,7 @@ def load_operators(version: str | None = None) -> Operators:
         every=frozenset(parsed["every"]) | native,
         fallback=frozenset(facts[short]["fallback"]),
         gaps=frozenset(facts[short]["gaps"]),
+        later={name: v for v in facts for name in facts[v]["added"] if name not in native},
     )
 
 

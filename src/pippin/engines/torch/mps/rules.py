@@ -81,7 +81,8 @@ class Rules:
             return COMPOSITE
         why = f"no kernel for MPS in PyTorch {table.version}"
         slow = "PYTORCH_ENABLE_MPS_FALLBACK=1 runs it on the CPU, slowly"
-        return Verdict(kind="unsupported", why=why, remedy=slow)
+        update = f"update PyTorch to {table.later[name]}; " if name in table.later else ""
+        return Verdict(kind="unsupported", why=why, remedy=update + slow)
 
 
 def overload(operator: Any) -> str:
