@@ -4,16 +4,21 @@ The reference is the built-in small model moved off the 4-bit grid it was distri
 weight dithered by up to half a step, then a short full fine-tune. Text is cut in three: one part
 tunes the reference (with Shakespeare and SQL rows), one calibrates, one is scored. Without `--text`
 (WikiText-2, say) it is the plays of recipes/data.
+
+Bits are those of a linear's weight, 2-byte scales counted, and zero points where the scheme has
+them; the embedding has 8 bits unless the row says `all`. With `--work` every measurement is kept as
+it is made: `--at-most 1` makes one a call, and the rows are printed when all are there.
 """
 
+import argparse
 import itertools
+import json
 import math
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from importlib import metadata
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +26,7 @@ import numpy as np
 import torch
 
 import common
+import quant_peers
 from pippin import recipe
 from pippin.artifact import Origin
 from pippin.engines import load_engine
@@ -31,16 +37,55 @@ from pippin.model.quantized import DenseView, bits_per_weight
 from pippin.model.source import copy_side_files
 from pippin.model.tokenizer import load_tokenizer
 from pippin.model.weights import Checkpoint, Writer
-from pippin.quantizers import QUANTIZERS
+from pippin.stages import quantize as quantize_stage
+from pippin.stages.calibration import Calibration, calibrate
 from pippin.stages.fetch import fetch
-from pippin.stages.quantize import quantize
 from pippin.stages.train import train
 
 DATA = common.ROOT / "recipes" / "data"
-LENGTH, SCORED, STEPS = 256, 16, 24
-AFFINE = recipe.Quantize(bits=4, group_size=64, scheme="affine", embed_bits=8)
-SYMMETRIC = replace(AFFINE, group_size=32, scheme="symmetric", embed_scheme="symmetric")
-WHOLE = replace(AFFINE, embed_bits=4)
+LENGTH, SCORED, STEPS = 256, 16, 16
+AFFINE = recipe.Quantize(method="best", group_size=64, scheme="affine", embed_bits=8)
+SYMMETRIC = replace(AFFINE, scheme="symmetric", embed_scheme="symmetric", embed_group_size=32)
+# By row: the first figure is ours, the others stand beside it. Moments of the first serve all.
+ROWS: dict[str, dict[str, recipe.Quantize | Callable[[np.ndarray, int], np.ndarray]]] = {
+    "quant-kl-all-4.5": {
+        "best, 4.5 bits shared out, symmetric": replace(
+            SYMMETRIC, target_bits=4.5, embed_bits=4, embed_group_size=32
+        ),
+        "best, affine g64": replace(AFFINE, embed_bits=4),
+        "rtn, affine g64": replace(AFFINE, method="rtn", embed_bits=4),
+        "mlx nearest, affine g64": quant_peers.whole(quant_peers.mlx_affine),
+        "gguf Q4_0": quant_peers.whole(quant_peers.gguf_symmetric),
+        "llama.cpp IQ4_NL": quant_peers.whole(quant_peers.llama_iq4_nl),
+    },
+    "quant-kl-4.5": {
+        "best, 4.5 bits shared out, symmetric": replace(SYMMETRIC, target_bits=4.5),
+        "best, 4.5 bits shared out, affine": replace(AFFINE, target_bits=4.5),
+        "best, affine g64": AFFINE,
+        "best, symmetric g32": replace(SYMMETRIC, group_size=32),
+        "rtn, affine g64": replace(AFFINE, method="rtn"),
+        "mlx nearest, affine g64": quant_peers.mlx_affine,
+        "gguf Q4_0": quant_peers.gguf_symmetric,
+        "llama.cpp IQ4_NL": quant_peers.llama_iq4_nl,
+        "hqq package, affine g64": quant_peers.hqq_affine,
+        "hqq, affine g64": replace(AFFINE, method="hqq"),
+        "mse, affine g64": replace(AFFINE, method="mse"),
+        "gptq, affine g64": replace(AFFINE, method="gptq"),
+        "best, inputs alike, affine g64": replace(AFFINE, importance="inputs"),
+    },
+    "quant-kl-4.25": {
+        "best, 4.25 bits shared out, symmetric": replace(SYMMETRIC, target_bits=4.25),
+        "best, symmetric g64": SYMMETRIC,
+        "rtn, symmetric g64": replace(SYMMETRIC, method="rtn"),
+        "mlx mxfp4": quant_peers.mlx_mxfp4,
+    },
+    "quant-kl-3.5": {
+        "best, 3.5 bits shared out, symmetric": replace(SYMMETRIC, target_bits=3.5),
+        "best, affine g64": replace(AFFINE, bits=3),
+        "rtn, affine g64": replace(AFFINE, method="rtn", bits=3),
+        "mlx nearest, affine g64": quant_peers.linears(quant_peers.mlx_affine, 3),
+    },
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,25 +94,31 @@ class Score:
 
     kl: float
     top1: float
-    bits: float
+    bits: float = 0.0
     seconds: float = 0.0
+    notes: dict[str, Any] = field(default_factory=dict)
 
 
 def main() -> None:
     """Make or take the reference, score every method and peer on it, print the rows."""
     parser = common.arguments(__doc__ or "")
     parser.add_argument("--text", type=Path, default=DATA / "shakespeare" / "train.txt")
-    parser.add_argument("--reference", type=Path, help="a folder of an earlier run's --keep")
-    parser.add_argument("--keep", type=Path, help="where to leave the reference")
+    parser.add_argument("--work", type=Path, help="a folder that keeps reference and measurements")
+    parser.add_argument("--at-most", type=int, default=999, help="measurements in this call")
+    parser.add_argument("--only", default="", help="measurements whose name contains this")
     options = parser.parse_args()
     torch.set_num_threads(1)  # waiting threads would count as work on a busy machine
     with tempfile.TemporaryDirectory() as scratch:
+        work = options.work or Path(scratch) / "work"
+        work.mkdir(exist_ok=True)
         desk = Desk(Path(scratch), options.text)
-        reference = options.reference or desk.make_reference()
-        if options.keep and not options.reference:
-            shutil.copytree(reference, options.keep)
-        rows = list(desk.rows(reference))
-    common.report(rows, options.save)
+        if not (work / "reference").exists():
+            shutil.copytree(desk.make_reference(), work / "reference")
+            if options.work and options.at_most < 999:
+                return
+        measured = desk.measure(work, options)
+    if measured is not None:
+        common.report([desk.row(name, measured) for name in ROWS], options.save)
 
 
 class Desk:
@@ -75,6 +126,8 @@ class Desk:
 
     def __init__(self, folder: Path, text: Path) -> None:
         self.folder, self.name = folder, text.stem
+        self.calibrations: dict[bool, Calibration] = {}
+        quantize_stage.calibrate = self.calibrate
         whole = text.read_text()
         cuts = [0, int(0.45 * len(whole)), int(0.9 * len(whole)), len(whole)]
         tuning, calibration, self.scored = (whole[a:b] for a, b in itertools.pairwise(cuts))
@@ -87,6 +140,14 @@ class Desk:
                 (folder / part / f"{split}.txt").write_text(
                     said if split == "train" else said[:9999]
                 )
+
+    def calibrate(self, job: Job) -> Calibration:
+        """Read once for all settings that weigh inputs alike; the seconds count it once."""
+        quantize = job.recipe.quantize
+        by_loss = quantize.method == "best" and quantize.importance == "loss"
+        if by_loss not in self.calibrations:
+            self.calibrations = {by_loss: calibrate(job)}
+        return self.calibrations[by_loss]
 
     def asked(self, part: str, **tables: Any) -> recipe.Recipe:
         """Text of one part, in samples of LENGTH tokens."""
@@ -123,43 +184,60 @@ class Desk:
         )
         return self.run(train, self.asked("tuning", train=tuned), dithered)
 
-    def rows(self, reference: Path) -> Iterator[common.Row]:
-        """One row a setting: `best`, beside the other methods and the peers."""
-        ruler = Ruler(reference, self.scored)
-        for name, settings, methods, peer in (
-            ("quant-kl-4.5", AFFINE, tuple(QUANTIZERS), mlx_nearest),
-            ("quant-kl-4.5-symmetric", SYMMETRIC, ("best", "rtn"), gguf_q4_0),
-            ("quant-kl-all-4.5", WHOLE, ("best", "rtn"), mlx_nearest),
-        ):
-            scores = {method: self.score(ruler, reference, settings, method) for method in methods}
-            others = {f"pippin {m}": s for m, s in scores.items() if m != "best"}
-            others[peer_name(peer)] = ruler.peer(peer, settings)
-            best = scores["best"]
-            yield common.Row(
-                name=name,
-                value=round(best.kl, 4),
-                unit=f"nats a token to bfloat16, {self.name}, {ruler.tokens} tokens",
-                better="lower",
-                peers={other: round(score.kl, 4) for other, score in others.items()},
-                notes={
-                    "top-1": {m: round(s.top1, 4) for m, s in (scores | others).items()},
-                    "CPU-seconds": {m: round(s.seconds, 1) for m, s in scores.items()},
-                    "bits per weight, everything counted": round(best.bits, 3),
-                    "perplexity of the reference": round(ruler.perplexity, 2),
-                },
-            )
+    def measure(self, work: Path, options: argparse.Namespace) -> dict[str, Score] | None:
+        """Every figure by `row: label`; None while some are still to be measured."""
+        kept = work / "scores.json"
+        found = json.loads(kept.read_text()) if kept.exists() else {}
+        asked = [(f"{name}: {label}", how) for name in ROWS for label, how in ROWS[name].items()]
+        missing = [(key, how) for key, how in asked if key not in found]
+        todo = [(key, how) for key, how in missing if options.only in key][: options.at_most]
+        if todo:
+            ruler = Ruler(work / "reference", self.scored)
+        for key, how in todo:
+            if isinstance(how, recipe.Quantize):
+                score = self.score(ruler, work / "reference", how)
+            else:
+                score = ruler.peer(how)
+            found[key] = {**asdict(score), "perplexity": ruler.perplexity, "tokens": ruler.tokens}
+            kept.write_text(json.dumps(found, indent=1))
+            print(f"{key}: KL {score.kl:.4f}, top-1 {score.top1:.4f}, {score.seconds:.0f} s")
+        return found if len(found) == len(asked) else None
 
-    def score(
-        self, ruler: "Ruler", reference: Path, settings: recipe.Quantize, method: Any
-    ) -> Score:
-        """Quantize by one method, then measure."""
-        made = self.asked("calibration", quantize=replace(settings, method=method))
+    def row(self, name: str, found: dict[str, Any]) -> common.Row:
+        """The first of a row's figures, beside the others."""
+        scores = {label: found[f"{name}: {label}"] for label in ROWS[name]}
+        first, *others = scores
+        best = scores[first]
+        return common.Row(
+            name=name,
+            value=round(best["kl"], 4),
+            unit=f"nats a token to bfloat16, {self.name}, {best['tokens']} tokens",
+            better="lower",
+            peers={label: round(scores[label]["kl"], 4) for label in others},
+            notes={
+                "ours": first,
+                "top-1": {label: round(s["top1"], 4) for label, s in scores.items()},
+                "CPU-seconds": {label: round(s["seconds"]) for label, s in scores.items()},
+                "bits per weight in our layout": {
+                    label: round(s["bits"], 3) for label, s in scores.items() if s["bits"]
+                },
+                "shared out": {k: s["notes"] for k, s in scores.items() if s["notes"]},
+                "perplexity of the reference": round(best["perplexity"], 2),
+                "packages": quant_peers.versions(),
+            },
+        )
+
+    def score(self, ruler: "Ruler", reference: Path, settings: recipe.Quantize) -> Score:
+        """Quantize, then measure."""
+        made = self.asked("calibration", quantize=settings)
         start = time.process_time()
-        folder = self.run(quantize, made, reference)
+        folder = self.run(quantize_stage.quantize, made, reference)
         seconds = time.process_time() - start
         view = DenseView(folder)
         measured = ruler.measure({name: view.read(name) for name in view.tensors})
-        return replace(measured, bits=bits_per_weight(folder), seconds=seconds)
+        budget = json.loads((folder / "quantize.json").read_text()).get("budget", {})
+        notes = {key: value for key, value in budget.items() if key != "curve"}
+        return replace(measured, bits=bits_per_weight(folder), seconds=seconds, notes=notes)
 
 
 class Ruler:
@@ -195,42 +273,17 @@ class Ruler:
             child, parent_TV = self.logprobs(row), parent.float()
             divergence += float((parent_TV.exp() * (parent_TV - child)).sum())
             equal += int((parent_TV.argmax(-1) == child.argmax(-1)).sum())
-        return Score(kl=divergence / self.tokens, top1=equal / self.tokens, bits=0.0)
+        return Score(kl=divergence / self.tokens, top1=equal / self.tokens)
 
-    def peer(self, peer: Callable[..., np.ndarray], settings: recipe.Quantize) -> Score:
+    def peer(self, peer: Callable[[np.ndarray, int], np.ndarray]) -> Score:
         """Every matrix through another program's quantizer and back."""
-        tensors = {}
+        tensors, start = {}, time.process_time()
         for name, info in self.checkpoint.tensors.items():
             tensors[name] = self.checkpoint.read(name).astype(np.float32)
             if len(info.shape) == 2:
                 embedding = names.is_embedding(names.module(name))
-                bits = settings.embed_bits if embedding else settings.bits
-                tensors[name] = peer(tensors[name], bits)
-        return self.measure(tensors)
-
-
-def mlx_nearest(weight: np.ndarray, bits: int) -> np.ndarray:
-    """MLX's own affine quantizer, groups of 64."""
-    import mlx.core as mx
-
-    array = mx.array(weight).astype(mx.bfloat16)
-    packed, scales, biases = mx.quantize(array, group_size=64, bits=bits)
-    dense = mx.dequantize(packed, scales, biases, group_size=64, bits=bits)
-    return np.array(dense.astype(mx.float32))
-
-
-def gguf_q4_0(weight: np.ndarray, bits: int) -> np.ndarray:
-    """GGUF's Q4_0, or Q8_0 for 8 bits: symmetric groups of 32."""
-    from gguf import GGMLQuantizationType, quants
-
-    kind = {4: GGMLQuantizationType.Q4_0, 8: GGMLQuantizationType.Q8_0}[bits]
-    return quants.dequantize(quants.quantize(weight, kind), kind)
-
-
-def peer_name(peer: Callable[..., np.ndarray]) -> str:
-    """With the version that is installed."""
-    package = peer.__name__.partition("_")[0]
-    return f"{peer.__name__.replace('_', ' ')}, {package} {metadata.version(package)}"
+                tensors[name] = peer(tensors[name], 8 if embedding else 4)
+        return replace(self.measure(tensors), seconds=time.process_time() - start)
 
 
 def dither(source: Path, target: Path) -> None:

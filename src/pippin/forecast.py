@@ -169,8 +169,17 @@ class Forecast:
         needed = memory.quantize_bytes(self.facts.config, 2) + self.overhead // 2
         if self.recipe.quantize.method in CALIBRATED:
             read = memory.calibrate_bytes(self.facts.config, self.itemsize, CALIBRATION_TOKENS)
-            needed += read + FRAMEWORK // 2
+            needed += read + self._backward() + FRAMEWORK // 2
         return Need(memory=needed, disk=self._quantized())
+
+    def _backward(self) -> int:
+        """What every layer keeps, where inputs are weighed by the loss: half the tokens at once."""
+        asked = self.recipe.quantize
+        if (asked.method, asked.importance) != ("best", "loss"):
+            return 0
+        tokens = CALIBRATION_TOKENS // 2
+        kept = memory.activations(self.facts.config, tokens, self.itemsize, checkpointing=False)
+        return kept + memory.loss_bytes(self.facts.config, tokens, self.itemsize)
 
     def evaluate(self) -> Need:
         """The dense model in the evaluation's dtype, a batch of rows, the answers' cache."""

@@ -85,7 +85,7 @@ class Calibration:
     def _moments(self, part: Mapping[str, str]) -> dict[str, NDArray[np.float32]]:
         """Those of the last part asked for are kept: it is asked for again."""
         linears = frozenset(part.values())
-        if linears != self._read[0]:
+        if not linears <= self._read[0]:
             self._read = (frozenset(), {})
             if self.by_loss:
                 assert isinstance(self.model, LossWeigher)
