@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from pippin.quiet import quiet_imports
+
 if TYPE_CHECKING:
     from pippin.engines.mlx.engine import MlxEngine
 
@@ -14,7 +16,8 @@ def make_engine(device: str = "auto", remote_code: bool = False) -> "MlxEngine":
     from pippin.engines.mlx.blas import preload
 
     preload()  # before MLX is imported: its own BLAS is many times slower
-    from pippin.engines.mlx.device import pick_device
-    from pippin.engines.mlx.engine import MlxEngine
+    with quiet_imports():
+        from pippin.engines.mlx.device import pick_device
+        from pippin.engines.mlx.engine import MlxEngine
 
     return MlxEngine(pick_device(device), remote_code)

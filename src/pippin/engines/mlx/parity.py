@@ -8,8 +8,6 @@ window that is left out), so it is refused, or limited to the lengths at which t
 import contextlib
 import functools
 import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
@@ -17,7 +15,10 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging
 
 from pippin.engines.mlx.load import load_network
 from pippin.errors import ModelError
@@ -39,33 +40,7 @@ def check(folder: Path) -> int | None:
     """
     raw = without_quantization(read_raw(folder))
     plain = {key: value for key, value in raw.items() if key not in LABELS}
-    config = json.dumps(plain, sort_keys=True)
-    # PyTorch takes some hundred megabytes: where it is not there anyway, another process has it.
-    return _limit(config) if "torch" in sys.modules else _elsewhere(config)
-
-
-@functools.cache
-def _elsewhere(config: str) -> int | None:
-    command = [sys.executable, "-m", "pippin.engines.mlx.parity", mx.default_device().type.name]
-    done = subprocess.run(command, input=config, capture_output=True, text=True, check=False)
-    try:
-        answer = json.loads(done.stdout)
-    except ValueError:
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise ModelError(
-            f"MLX's numbers could not be compared with those of transformers: {last}",
-            'pip install "pippin[mlx]", which brings PyTorch for this comparison',
-        ) from None
-    if "error" in answer:
-        raise ModelError(answer["error"], answer["hint"])
-    return answer["longest"]
-
-
-def _answer(config: str) -> dict[str, Any]:
-    try:
-        return {"longest": _limit(config)}
-    except ModelError as error:
-        return {"error": error.message, "hint": error.hint}
+    return _limit(json.dumps(plain, sort_keys=True))
 
 
 @functools.cache
@@ -105,9 +80,6 @@ def _difference(raw: dict[str, Any], tokens: int) -> float:
 def _reference(small: dict[str, Any], tokens_BT: NDArray[Any], folder: Path) -> NDArray[Any]:
     """transformers' logits of a random model, which is left in the folder."""
     with quiet_imports(), _no_bars():
-        import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
-
         write_raw(folder, small)
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -124,8 +96,6 @@ def _reference(small: dict[str, Any], tokens_BT: NDArray[Any], folder: Path) -> 
 
 @contextlib.contextmanager
 def _no_bars() -> Generator[None]:
-    from transformers.utils import logging
-
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -133,8 +103,3 @@ def _no_bars() -> Generator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
-
-
-if __name__ == "__main__":
-    mx.set_default_device(getattr(mx, sys.argv[1]))
-    sys.stdout.write(json.dumps(_answer(sys.stdin.read())))

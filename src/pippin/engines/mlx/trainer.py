@@ -12,6 +12,7 @@ import numpy as np
 
 from pippin.data.batches import Batch
 from pippin.engines import StepResult, Weights
+from pippin.engines.mlx.attention import packed_attention
 from pippin.engines.mlx.body import Loaded, scalar
 from pippin.engines.mlx.lora import LoraLinear
 from pippin.engines.mlx.loss import head_loss, logits_loss, plain_loss
@@ -59,7 +60,8 @@ class MlxTrainer:
         loss_sum, grads = 0.0, None
         for key, batch in zip(self._keys(len(batches)), batches, strict=True):
             self._draw_from(key)
-            loss, part = self.grad(self.optimizer.masters, self._rows(batch))
+            with packed_attention(self.network):  # what is recomputed runs after the forward
+                loss, part = self.grad(self.optimizer.masters, self._rows(batch))
             grads = part if grads is None else {n: g + part[n] for n, g in grads.items()}
             mx.eval(loss, grads)
             loss_sum += scalar(loss)

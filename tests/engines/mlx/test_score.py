@@ -1,0 +1,66 @@
+"""Scores, answers and moments on MLX that PyTorch's parity does not cover."""
+
+import numpy as np
+import pytest
+
+from pippin.engines import Sampling
+
+pytestmark = pytest.mark.mlx
+
+
+def test_scores_do_not_depend_on_the_chunk(engine, tiny, monkeypatch):
+    tokens = np.random.default_rng(0).integers(3, 97, (4, 30)).astype(np.int32)
+    model = engine.load(tiny("llama"), "float32")
+    wanted, top = model.logprobs(tokens), model.topk(tokens, 7)
+    monkeypatch.setattr("pippin.engines.mlx.body.CHUNK_BYTES", 1)
+    np.testing.assert_allclose(model.logprobs(tokens), wanted, atol=1e-6)
+    np.testing.assert_array_equal(model.topk(tokens, 7).ids_BTK, top.ids_BTK)
+
+
+def test_given_ids_alone_and_the_whole_vocabulary(engine, tiny):
+    tokens = np.random.default_rng(0).integers(3, 97, (2, 5)).astype(np.int32)
+    model = engine.load(tiny("qwen2"), "float32")
+    whole = model.topk(tokens, 97)
+    asked = np.broadcast_to(np.array([4, 90], np.int32), (2, 5, 2))
+    given = model.topk(tokens, 0, asked)
+    assert given.ids_BTK.shape == (2, 5, 2)
+    for place, token in enumerate((4, 90)):
+        wanted = whole.logprobs_BTK[whole.ids_BTK == token].reshape(2, 5)
+        np.testing.assert_allclose(given.logprobs_BTK[..., place], wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "gemma2"])
+def test_rows_answer_as_they_do_alone(engine, tiny, kind):
+    """Decoded together where the model allows it, in turn where it does not."""
+    rng = np.random.default_rng(4)
+    lengths, asked = ((3, 1, 2), 1) if kind == "gemma2" else ((3, 11, 7), 9)
+    prompts = [rng.integers(3, 97, n).astype(np.int32) for n in lengths]
+    model = engine.load(tiny(kind), "float32")
+    assert model._batched == (kind != "gemma2")
+    together = list(model.generate(prompts, Sampling(max_tokens=asked)))
+    for row, prompt in enumerate(prompts):
+        alone = [step[0] for step in model.generate([prompt], Sampling(max_tokens=asked))]
+        assert [step[row] for step in together] == alone
+
+
+def test_no_prompts_no_answers(engine, tiny):
+    assert list(engine.load(tiny("llama"), "float32").generate([], Sampling(max_tokens=3))) == []
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama_bias", "gemma3"])
+def test_moments_are_those_of_pytorch(engine, reference, tiny, samples, pack, kind):
+    batches = [pack([samples[:3], samples[3:]]), pack([samples[2:]])]
+    ours, wanted = (
+        e.load(tiny(kind), "float32").input_moments(batches) for e in (engine, reference)
+    )
+    assert ours.keys() == wanted.keys()
+    for name, moment in wanted.items():
+        scale = np.abs(moment).max()
+        np.testing.assert_allclose(ours[name], moment, atol=1e-5 * scale, err_msg=name)
+
+
+def test_moments_leave_the_model_as_it_was(engine, tiny, samples, pack):
+    model = engine.load(tiny("llama"), "float32")
+    before = [type(module) for module in model.network.modules()]
+    model.input_moments([pack([samples])])
+    assert [type(module) for module in model.network.modules()] == before
