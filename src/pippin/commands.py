@@ -1,6 +1,5 @@
 """The commands of the command line: parse, call, hand to the console."""
 
-import difflib
 import math
 import os
 from collections.abc import Callable
@@ -10,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pippin.cli import COMMANDS, help_text
+from pippin.cli import COMMANDS
+from pippin.command_group import CommandGroup
 from pippin.commands_check import ELSEWHERE, check
 
 if TYPE_CHECKING:
@@ -24,24 +24,7 @@ REDO = click.Choice(["fetch", *STAGE_VERBS, "all"])
 PATH = click.Path(path_type=Path)
 
 
-class _Group(click.Group):
-    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        formatter.write(help_text() + "\n")
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        name = args[0]
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        if name not in COMMANDS and near and not name.startswith("-"):
-            raise click.UsageError(f"no command {name!r}; did you mean {near[0]!r}?", ctx)
-        return super().resolve_command(ctx, args)
-
-
-@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="pippin", message="pippin %(version)s")
 def pippin() -> None:
     """Adapt an open language model, shrink it, ship it, and prove that nothing was lost."""
@@ -109,6 +92,13 @@ _REDO = click.option(
     type=REDO,
     metavar="STAGE",
     help=f"make a finished stage again: {', '.join(REDO.choices)}; may be repeated",
+)
+_COMPARE = click.option(
+    "--compare",
+    multiple=True,
+    type=click.Choice(["2", "3", "4", "5", "6", "8"]),
+    metavar="BITS",
+    help="measure every method at so many bits side by side; may be repeated",
 )
 
 
@@ -179,7 +169,22 @@ def _stage_command(stage: str) -> None:
 
 
 for _stage in STAGE_VERBS:
-    _stage_command(_stage)
+    if _stage != "quantize":
+        _stage_command(_stage)
+
+
+@_recipe_command("quantize", _REDO, _COMPARE)
+def quantize(asked: Asked, redo: tuple[str, ...], compare: tuple[str, ...]) -> None:
+    """Quantize; with bits to compare, by every method and measure each, beside the recipe's own."""
+    if not compare:
+        _walk(asked, "quantize", redo)
+        return
+    from pippin import compare as ways
+
+    plan, console = asked.plan(), asked.console()
+    console.header(plan)
+    console.events(ways.compare(plan, [int(bits) for bits in compare]))
+    console.comparison(ways.comparison(plan.folder))
 
 
 def _walk(asked: Asked, only: str | None, redo: tuple[str, ...]) -> None:

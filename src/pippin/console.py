@@ -116,6 +116,13 @@ class Console:
             self.out.print(tables.answers(prompts))
         self.text(f"report: {report}")
 
+    def comparison(self, rows: list[dict[str, Any]]) -> None:
+        """Ways to quantize side by side; `rows` as compare.comparison gives them."""
+        if self.mode == "json":
+            self.json({"event": "comparison", "rows": rows})
+            return
+        self.out.print(tables.comparison(rows))
+
     def look(self, seen: Look) -> None:
         """The data as the model sees it."""
         if self.mode == "json":

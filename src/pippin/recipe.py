@@ -21,7 +21,7 @@ Schedule: TypeAlias = Literal["cosine", "linear", "constant"]
 QuantizerName: TypeAlias = Literal["best", "gptq", "hqq", "mse", "rtn"]
 Scheme: TypeAlias = Literal["symmetric", "affine"]
 Importance: TypeAlias = Literal["loss", "inputs"]
-TargetName: TypeAlias = Literal["executorch", "gguf"]
+TargetName: TypeAlias = Literal["coreai", "executorch", "gguf", "hf", "mlx"]
 
 
 def key(default: Any, doc: str) -> Any:
@@ -129,7 +129,7 @@ class Quantize:
 
     method: QuantizerName = key(
         "rtn",
-        "how codes are chosen: nearest on a plain grid (rtn), a searched one (mse) or one with moved "
+        "how codes are chosen: nearest on a plain grid (rtn), on a searched one (mse) or with moved "
         "zero points (hqq), or so that they keep the outputs on training rows (gptq, best)",
     )
     bits: Literal[2, 3, 4, 5, 6, 8] = key(4, "bits of a linear's codes")

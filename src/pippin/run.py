@@ -31,7 +31,7 @@ def run(plan: Plan, only: str | None = None, redo: Collection[str] = ()) -> Iter
     """
     plan.raise_refusals()
     with locked(plan.folder):
-        walk = _Walk(plan=plan, redo=frozenset(redo))
+        walk = Walk(plan=plan, redo=frozenset(redo))
         try:
             yield from walk.only(only) if only else walk.all()
         except GateError:
@@ -45,7 +45,7 @@ def fetch_model(plan: Plan) -> Iterator[Event]:
     with locked(plan.folder):
         for step in plan.steps:
             if step.stage == "fetch":
-                yield from _Walk(plan=plan, redo=frozenset()).step(step)
+                yield from Walk(plan=plan, redo=frozenset()).step(step)
 
 
 def report(plan: Plan) -> Path:
@@ -58,7 +58,9 @@ def report(plan: Plan) -> Path:
 
 
 @dataclass
-class _Walk:
+class Walk:
+    """Goes through steps of a plan; what it has read of a folder it keeps."""
+
     plan: Plan
     redo: frozenset[str]
     digests: dict[Path, str] = field(default_factory=dict)
@@ -229,5 +231,5 @@ def stage_function(stage: str) -> Any:
 
 def done_steps(plan: Plan) -> set[str]:
     """Names of the steps that are on disk, made as the plan would make them."""
-    walk = _Walk(plan=plan, redo=frozenset())
+    walk = Walk(plan=plan, redo=frozenset())
     return {step.name for step in plan.steps if walk.state(step) == []}

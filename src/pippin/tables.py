@@ -1,6 +1,7 @@
 """Tables as they are printed: the plan, the stages side by side, the answers."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from rich import box
 from rich.console import Group
@@ -8,7 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from pippin.figures import bytes_text, count_text, duration_text
+from pippin.figures import bytes_text, count_text, duration_text, share_text
 from pippin.plan import Plan
 from pippin.steps import Step
 
@@ -47,6 +48,27 @@ def _stages(rows: list[dict[str, str]]) -> Table:
         cells[-1].stylize(GATE_STYLE.get(row["gates"], ""))
         table.add_row(*cells)
     return table
+
+
+def comparison(rows: list[dict[str, Any]]) -> Group:
+    """Ways to quantize, one a row; `rows` as compare.comparison gives them."""
+    table = _table()
+    for heading in ("method", "KL", "top-1", "ppl", "exact", "bits", "size", "time"):
+        table.add_column(heading, justify="left" if heading == "method" else "right")
+    for row in rows:
+        exact = row["exact_match"]
+        table.add_row(
+            row["way"],
+            f"{row['kl']:.4f}",
+            share_text(row["top1"]),
+            f"{row['perplexity']:.2f}",
+            "-" if exact is None else share_text(exact),
+            f"{row['bits_per_weight']:.2f}",
+            bytes_text(row["size_bytes"]),
+            duration_text(row["seconds"]),
+        )
+    caption = "method-bits. KL (nats) and top-1: against the model before. bits: all counted."
+    return Group(table, Text(f"{caption}\n", style="dim"))
 
 
 def short_names(stages: list[str]) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """Quantize a model, some rows of one tensor at a time, into MLX's affine layout."""
 
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ def quantize(job: Job) -> Iterator[Event]:
 
     Raises ModelError for a model that is quantized already, and for weights that are not finite.
     """
+    began = time.monotonic()
     settings, source = job.recipe.quantize, job.inputs["model"]
     checkpoint, config = Checkpoint(source), read_config(source)
     refuse_quantized(source, config)
@@ -57,6 +59,7 @@ def quantize(job: Job) -> Iterator[Event]:
                 yield Progress(stage=STAGE, done=len(rows), values=_values(made))
         rows.sort(key=lambda row: names.natural(row.name))
         summary |= {**_summary(folder, rows), **work.summary}
+        summary["seconds"] = round(time.monotonic() - began, 2)
         report = {**summary, "method": settings.method, "tensors": [asdict(row) for row in rows]}
         (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n")
     yield Finished(stage=STAGE, folder=str(job.folder), summary=summary)
