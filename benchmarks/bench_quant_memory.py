@@ -1,0 +1,171 @@
+"""What `rtn` takes on a synthetic checkpoint of many shards: peak memory, and time beside a copy.
+
+A Llama of 7B's proportions, scaled down: `--layers` of 202 million weights each where `--width` is
+4096. Both figures are of a process of their own that does nothing else; memory is its peak resident
+set above what it had with everything imported.
+"""
+
+import argparse
+import json
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
+
+import common
+
+MIB = 1 << 20
+BF16 = np.dtype(ml_dtypes.bfloat16)
+VOCABULARY = 32000
+
+
+def main() -> None:
+    """Make the checkpoint, quantize and copy it, print the rows."""
+    parser = common.arguments(__doc__ or "")
+    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--child", nargs=2, type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        print(json.dumps(quantize_once(*options.child)))
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        source = Path(scratch) / "model"
+        largest, size = make_checkpoint(source, options.width, options.layers)
+        command = [sys.executable, __file__, "--child", str(source), f"{scratch}/quantized"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        found = json.loads(done.stdout.splitlines()[-1])
+        copied = copy_seconds(source, Path(scratch) / "copy")
+    common.report(rows(found, copied, largest, size), options.save)
+
+
+def make_checkpoint(folder: Path, width: int, layers: int) -> tuple[int, int]:
+    """A shard a layer, and one for the embedding; bytes of the largest tensor and of all."""
+    folder.mkdir()
+    wide = width * 11 // 4 // 128 * 128
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": width,
+        "intermediate_size": wide,
+        "num_hidden_layers": layers,
+        "num_attention_heads": width // 128,
+        "num_key_value_heads": width // 128,
+        "vocab_size": VOCABULARY,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 2048,
+        "torch_dtype": "bfloat16",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    attention = {f"self_attn.{n}_proj": (width, width) for n in "qkvo"}
+    mlp = {f"mlp.{n}_proj": (wide, width) for n in ("gate", "up")}
+    shapes = {**attention, **mlp, "mlp.down_proj": (width, wide)}
+    rng, where = np.random.default_rng(0), {}
+    parts = {n: (rng.standard_normal(s, np.float32) * 0.02).astype(BF16) for n, s in shapes.items()}
+    embedding = (rng.standard_normal((VOCABULARY, width), np.float32) * 0.02).astype(BF16)
+    norms = {
+        "input_layernorm": np.ones(width, BF16),
+        "post_attention_layernorm": np.ones(width, BF16),
+    }
+    for layer in range(layers + 1):
+        tensors = {f"model.layers.{layer}.{n}.weight": t for n, t in {**parts, **norms}.items()}
+        if layer == layers:
+            tensors = {
+                "model.embed_tokens.weight": embedding,
+                "model.norm.weight": np.ones(width, BF16),
+            }
+        name = f"model-{layer + 1:05}-of-{layers + 1:05}.safetensors"
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+        where |= dict.fromkeys(tensors, name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    return max(embedding.nbytes, *(part.nbytes for part in parts.values())), size
+
+
+def quantize_once(source: Path, target: Path) -> dict[str, float]:
+    """In a process of its own: bytes above what imports take, wall and CPU-seconds."""
+    from pippin import recipe
+    from pippin.artifact import Origin
+    from pippin.job import Job
+    from pippin.quantizers import load_quantizer
+    from pippin.stages.quantize import quantize
+
+    load_quantizer("rtn")
+    settings = recipe.Quantize(method="rtn", bits=4, group_size=64)
+    data, model = recipe.Data(source="none"), recipe.Model(source="none")
+    made = recipe.Recipe(model=model, data=data, quantize=settings)
+    origin = Origin(stage="quantize", inputs={}, settings={}, versions={})
+    job = Job(stage="quantize", recipe=made, inputs={"model": source}, folder=target, origin=origin)
+    before, wall, cpu = _peak(), time.monotonic(), time.process_time()
+    for _ in quantize(job):
+        pass
+    return {
+        "peak": _peak() - before,
+        "imports": before,
+        "wall": time.monotonic() - wall,
+        "cpu": time.process_time() - cpu,
+    }
+
+
+def _peak() -> int:
+    """The peak resident set. Linux's ru_maxrss starts at what the parent had; VmHWM does not."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def copy_seconds(source: Path, target: Path) -> dict[str, float]:
+    """Of copying the folder."""
+    wall, cpu = time.monotonic(), time.process_time()
+    shutil.copytree(source, target)
+    return {"wall": time.monotonic() - wall, "cpu": time.process_time() - cpu}
+
+
+def rows(
+    found: dict[str, float], copied: dict[str, float], largest: int, size: int
+) -> list[common.Row]:
+    """Memory in MiB, time as a multiple of the copy's."""
+    notes: dict[str, Any] = {
+        "checkpoint GB": round(size / 1e9, 2),
+        "largest tensor MiB": round(largest / MIB, 1),
+        "imports MiB": round(found["imports"] / MIB, 1),
+    }
+    seconds = {"quantize": found, "copy": copied}
+    return [
+        common.Row(
+            name="rtn-peak-memory",
+            value=round(found["peak"] / MIB, 1),
+            unit="MiB above the imports",
+            better="lower",
+            limit=round(largest / MIB + 256, 1),
+            notes=notes,
+        ),
+        common.Row(
+            name="rtn-time-over-copy",
+            value=round(found["wall"] / copied["wall"], 2),
+            unit="times a copy of the folder",
+            better="lower",
+            limit=2.0,
+            notes={
+                **notes,
+                **{
+                    f"{k} s": {u: round(v, 2) for u, v in s.items() if u in ("wall", "cpu")}
+                    for k, s in seconds.items()
+                },
+            },
+        ),
+    ]
+
+
+if __name__ == "__main__":
+    main()
