@@ -151,7 +151,9 @@ class Console:
                 if isinstance(each, Begun):
                     where = each.where
                     title = f"probing {where}"
-                    printer.show(Started(stage="check", title=title, total=each.count))
+                    printer.show(
+                        Started(stage="check", title=title, total=each.count, unit="probes")
+                    )
                 else:
                     findings.append(each)
                     printer.show(Progress(stage="check", done=len(findings), values={}))

@@ -58,7 +58,7 @@ def dtypes(tree: Any) -> str:
 def _key(tensor: Tensor) -> int | None:
     try:
         return tensor.untyped_storage()._cdata
-    except (RuntimeError, NotImplementedError):  # sparse tensors have none
+    except RuntimeError:  # sparse tensors have none
         return None
 
 

@@ -17,7 +17,7 @@ HEAD_DIMS = (64, 80, 96, 100, 128, 256)
 LENGTHS = (1, 33, 130)
 # Around the lengths at which decoding kernels change their algorithm.
 DECODED = (1, 2, 31, 257, 1023, 1024, 1025, 2049, 4097)
-EAGER = "train and generate with attention written out instead of the fused kernel"
+AROUND = 'half precision wrong: model.dtype = "float32"; float32 too: model.device = "cpu"'
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, visible_LS: Tensor) -> Tensor:
@@ -180,7 +180,7 @@ def _triangle(length: int) -> Tensor:
 
 def _family(name: str, measure: Any, **rest: Any) -> Family:
     return Family(
-        name=f"attention.{name}", measure=measure, remedy=EAGER, avoid="attention", **rest
+        name=f"attention.{name}", measure=measure, remedy=AROUND, avoid="attention", **rest
     )
 
 
