@@ -1,9 +1,7 @@
 """The commands of the command line: parse, call, hand to the console."""
 
-import math
-import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +10,12 @@ import click
 from pippin.cli import COMMANDS
 from pippin.command_group import CommandGroup
 from pippin.commands_check import ELSEWHERE, check
+from pippin.commands_speak import chat, figure, generate
 
 if TYPE_CHECKING:
     from pippin.console import Console
     from pippin.plan import Plan
     from pippin.recipe import Recipe
-    from pippin.stages.generate import Speaker
 
 STAGE_VERBS = ("train", "merge", "quantize", "evaluate", "deploy")
 REDO = click.Choice(["fetch", *STAGE_VERBS, "all"])
@@ -102,30 +100,11 @@ _COMPARE = click.option(
 )
 
 
-class _Real(click.FloatRange):
-    """A number of a range; NaN is in none, though no comparison says so."""
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        number = super().convert(value, param, ctx)
-        if not math.isfinite(number):
-            self.fail(f"{value!r} is not a finite number.", param, ctx)
-        return number
-
-
-def _figure(name: str, default: float, kind: click.ParamType, text: str) -> Callable[..., Any]:
-    return click.option(
-        f"--{name}", default=default, show_default=True, type=kind, metavar="N", help=text
-    )
-
-
-_SPEAKING = (
-    _figure("max-tokens", 256, click.IntRange(1), "longest answer"),
-    _figure("temperature", 0.0, _Real(0), "0 is greedy"),
-    _figure("top-p", 1.0, _Real(0, 1), "draw from the likeliest tokens of this share"),
-    _figure("seed", 0, click.IntRange(0), "drawing follows from it"),
-    click.option(
-        "--base", type=PATH, metavar="PATH", help="the model under an adapter that stands alone"
-    ),
+_TARGETS = click.option(
+    "--target",
+    "targets",
+    metavar="A,B",
+    help="these formats instead of the recipe's, all from one quantized model",
 )
 
 
@@ -150,7 +129,7 @@ def plan(asked: Asked, **elsewhere: Any) -> None:
     made.raise_refusals()
 
 
-@_recipe_command("data", _figure("rows", 3, click.IntRange(0), "rows shown"))
+@_recipe_command("data", figure("rows", 3, click.IntRange(0), "rows shown"))
 def data(asked: Asked, rows: int) -> None:
     """Print rows with their trained tokens marked, lengths, and what is cut or dropped."""
     from pippin.data.show import look
@@ -169,8 +148,18 @@ def _stage_command(stage: str) -> None:
 
 
 for _stage in STAGE_VERBS:
-    if _stage != "quantize":
+    if _stage not in ("quantize", "deploy"):
         _stage_command(_stage)
+
+
+@_recipe_command("deploy", _REDO, _TARGETS)
+def deploy(asked: Asked, redo: tuple[str, ...], targets: str | None) -> None:
+    """Deploy to the recipe's formats, or to those of --target."""
+    if targets is not None:
+        names = ", ".join(f'"{name.strip()}"' for name in targets.split(","))
+        override = f"deploy.targets=[{names}]"
+        asked = replace(asked, overrides=(*asked.overrides, override))
+    _walk(asked, "deploy", redo)
 
 
 @_recipe_command("quantize", _REDO, _COMPARE)
@@ -220,69 +209,6 @@ def report(asked: Asked) -> None:
     _results(plan, asked.console())
 
 
-def _speaking(function: Callable[..., Any]) -> Callable[..., Any]:
-    for option in reversed(_SPEAKING):
-        function = option(function)
-    return function
-
-
-@pippin.command("generate", help=_sentence("generate"))
-@_speaking
-@click.argument("what", type=PATH)
-@click.argument("prompt")
-def generate(what: Path, prompt: str, **options: Any) -> None:
-    """Print one answer as it comes."""
-    from pippin.console import Console
-
-    console = Console()
-    speaker, sampling = _speaker(what, console, options)
-    prompt = os.fsencode(prompt).decode(errors="replace")
-    for piece in speaker.say(prompt, sampling):
-        console.text(piece, end="")
-    console.text("")
-
-
-@pippin.command("chat", help=_sentence("chat"))
-@_speaking
-@click.argument("what", type=PATH)
-@click.option("--system", metavar="TEXT", help="a system message")
-def chat(what: Path, system: str | None, **options: Any) -> None:
-    """Talk until the input ends."""
-    from pippin.console import Console
-    from pippin.errors import DataError
-    from pippin.events import Notice
-    from pippin.stages.generate import Conversation
-
-    console = Console()
-    speaker, sampling = _speaker(what, console, options)
-    messages = [{"role": "system", "content": system}] if system else []
-    talk = Conversation(speaker=speaker, sampling=sampling, messages=messages)
-    for said in console.questions():
-        try:
-            for piece in talk.ask(said):
-                console.text(piece, end="")
-        except DataError as error:
-            # One question that does not fit ends no conversation, but a script must hear of it.
-            if not console.asks:
-                raise
-            console.notice(Notice(stage="chat", text=f"{error.message}; {error.hint}"))
-        console.text("")
-
-
-def _speaker(what: Path, console: "Console", options: dict[str, Any]) -> "tuple[Speaker, Any]":
-    from pippin.engines import Sampling
-    from pippin.recipe_file import load_recipe
-    from pippin.stages.generate import load_speaker
-    from pippin.steps import model_folder, run_folder
-
-    base, recipe, folder = options.pop("base"), None, what
-    sampling = Sampling(**options)
-    if what.suffix == ".toml":
-        recipe = load_recipe(what)
-        folder, base = run_folder(recipe), base or model_folder(recipe)
-    return load_speaker(folder, console.notice, recipe, base), sampling
-
-
 @pippin.command("version", help=_sentence("version"))
 def version() -> None:
     """Print versions, one a line."""
@@ -292,4 +218,5 @@ def version() -> None:
         click.echo(f"{name} {number}")
 
 
-pippin.add_command(check)
+for _command in (chat, check, generate):
+    pippin.add_command(_command)

@@ -18,7 +18,7 @@ TrainOn: TypeAlias = Literal["assistant", "last", "all"]
 Method: TypeAlias = Literal["lora", "full"]
 FrozenDType: TypeAlias = Literal["auto", "float8"]
 Schedule: TypeAlias = Literal["cosine", "linear", "constant"]
-QuantizerName: TypeAlias = Literal["best", "gptq", "hqq", "mse", "rtn"]
+QuantizerName: TypeAlias = Literal["awq", "best", "gptq", "hqq", "mse", "rtn"]
 Scheme: TypeAlias = Literal["symmetric", "affine"]
 Importance: TypeAlias = Literal["loss", "inputs"]
 TargetName: TypeAlias = Literal["coreai", "executorch", "gguf", "hf", "mlx"]
@@ -130,7 +130,8 @@ class Quantize:
     method: QuantizerName = key(
         "rtn",
         "how codes are chosen: nearest on a plain grid (rtn), on a searched one (mse) or with moved "
-        "zero points (hqq), or so that they keep the outputs on training rows (gptq, best)",
+        "zero points (hqq), or so that the outputs on training rows are kept: by inputs scaled "
+        "beforehand (awq), or errors made up for (gptq, best)",
     )
     bits: Literal[2, 3, 4, 5, 6, 8] = key(4, "bits of a linear's codes")
     group_size: Literal[0, 32, 64, 128] = key(64, "weights that share a scale; 0 is per channel")
@@ -139,7 +140,7 @@ class Quantize:
     embed_group_size: Literal[0, 32, 64, 128] = key(64, "group size of embedding and head")
     embed_scheme: Scheme = key("affine", "scheme of embedding and head")
     keep: tuple[str, ...] = key((), "`*` patterns of tensors left in their own dtype")
-    calibration_tokens: int = key(8192, "tokens of training rows that gptq and best read")
+    calibration_tokens: int = key(8192, "tokens of training rows that awq, gptq and best read")
     importance: Importance = key(
         "loss",
         "what counts for best: a token's part in the predictions, found by a backward pass, or all "

@@ -5,7 +5,19 @@ import platform
 
 from pippin import __version__
 
-PACKAGES = ("executorch", "numpy", "torch", "torchao", "transformers")
+PACKAGES = (
+    "compressed-tensors",
+    "coreai-core",
+    "coreai-torch",
+    "executorch",
+    "gguf",
+    "mlx",
+    "mlx-lm",
+    "numpy",
+    "torch",
+    "torchao",
+    "transformers",
+)
 
 
 def versions() -> dict[str, str]:

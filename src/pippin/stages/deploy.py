@@ -7,7 +7,7 @@ from pippin import artifact
 from pippin.errors import PippinError
 from pippin.events import Event, Finished, Started
 from pippin.job import Job
-from pippin.stages.loading import needs, open_target
+from pippin.stages.loading import needs_of, open_target
 from pippin.targets import Bundle
 
 
@@ -24,7 +24,7 @@ def deploy(job: Job) -> Iterator[Event]:
     scores: dict[str, Any] = {}
     with artifact.writing(job.folder, job.origin, scores) as folder:
         bundle = Bundle(quantized=model, folder=folder, context=job.recipe.deploy.context)
-        with needs(f"target {job.subject}", "deploy"):
+        with needs_of(job.subject):
             yield from target.write(bundle)
         scores["size_bytes"] = artifact.size(folder)
     yield Finished(stage=job.stage, folder=str(job.folder), summary=dict(scores))

@@ -9,7 +9,7 @@ from pippin.engines import Engine, Scorer, load_engine
 from pippin.errors import ModelError, PippinError
 from pippin.model.config import read_config
 from pippin.recipe import Model
-from pippin.targets import TARGETS, Target, load_target
+from pippin.targets import EXTRAS, TARGETS, Target, load_target
 
 DEPLOY_FILE = "deploy.json"
 
@@ -28,6 +28,11 @@ def needs(what: str, extra: str) -> Generator[None]:
         ) from error
 
 
+def needs_of(target: str) -> contextlib.AbstractContextManager[None]:
+    """`needs` of a target's packages."""
+    return needs(f"target {target}", EXTRAS[target])
+
+
 def open_engine(model: Model) -> Engine:
     """`load_engine` as the recipe says, with a hint where its framework is missing."""
     with needs(f"engine {model.engine}", model.engine):
@@ -36,7 +41,7 @@ def open_engine(model: Model) -> Engine:
 
 def open_target(name: str) -> Target:
     """`load_target`, with a hint where its framework is missing."""
-    with needs(f"target {name}", "deploy"):
+    with needs_of(name):
         return load_target(name)
 
 
@@ -47,7 +52,7 @@ def load_scorer(inputs: Mapping[str, Path], model: Model, dtype: str) -> Scorer:
     """
     if "bundle" in inputs:
         name = target_of(inputs["bundle"])
-        with needs(f"target {name}", "deploy"):
+        with needs_of(name):
             return load_target(name).load(inputs["bundle"])
     engine = open_engine(model)
     return engine.load(inputs["model"], dtype, inputs.get("adapter"))

@@ -11,8 +11,19 @@ from pippin.events import Event
 from pippin.recipe import Quantize, Recipe
 
 TARGETS = {
+    "coreai": "pippin.targets.coreai",
     "executorch": "pippin.targets.executorch",
     "gguf": "pippin.targets.gguf",
+    "hf": "pippin.targets.hf",
+    "mlx": "pippin.targets.mlx",
+}
+# What `pip install "pippin[...]"` brings for each.
+EXTRAS = {
+    "coreai": "coreai",
+    "executorch": "deploy",
+    "gguf": "torch",
+    "hf": "hf",
+    "mlx": "mlx",
 }
 
 

@@ -9,8 +9,9 @@ from typing import Any
 from pippin import artifact
 from pippin.errors import ModelError
 from pippin.events import Notice
+from pippin.model import source
 from pippin.model.config import read_config
-from pippin.model.names import CONFIG, GENERATION_CONFIG, SIDE_FILES
+from pippin.model.names import CONFIG, GENERATION_CONFIG
 from pippin.model.tokenizer import Tokenizer
 from pippin.targets import Bundle
 from pippin.targets.guide import Guide, render
@@ -41,9 +42,8 @@ def require_context(bundle: Bundle) -> int:
 
 def copy_side_files(bundle: Bundle) -> None:
     """Tokenizer, template, generation defaults and config.json into the bundle."""
-    for name in (*SIDE_FILES, CONFIG):
-        if (bundle.quantized / name).is_file():
-            shutil.copyfile(bundle.quantized / name, bundle.folder / name)
+    source.copy_side_files(bundle.quantized, bundle.folder)
+    shutil.copyfile(bundle.quantized / CONFIG, bundle.folder / CONFIG)
 
 
 def check_prompts(tokenizer: Tokenizer, context: int) -> tuple[list[list[int]], list[str]]:

@@ -24,11 +24,11 @@ from pippin.recipe import Quantize
 from pippin.targets import Bundle
 from pippin.targets.executorch.constraint import (
     Refusal,
-    refuse_model,
     refuse_quantize,
     refuse_scales,
 )
 from pippin.targets.executorch.native_log import without_harmless_lines
+from pippin.targets.families import refuse_family
 
 
 class ExecuTorch:
@@ -38,7 +38,7 @@ class ExecuTorch:
         """The first reason against deploying such a model, as (message, hint); None for none."""
         tied = read_config(checkpoint).tied_embeddings
         reasons = [
-            *refuse_model(checkpoint),
+            *refuse_family("executorch", checkpoint),
             *refuse_quantize(quantize, tied),
             *refuse_scales(quantize, checkpoint),
         ]

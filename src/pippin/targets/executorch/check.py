@@ -20,7 +20,8 @@ from pippin.engines import Sampling
 from pippin.errors import PippinError
 from pippin.targets.decoder import Decoder, Weights
 from pippin.targets.executorch.native_log import without_harmless_lines
-from pippin.targets.executorch.runtime import PteModel, log_softmax
+from pippin.targets.executorch.runtime import PteModel
+from pippin.targets.stepping import log_softmax
 
 # Relative size of the nudge: above float32's own rounding, far below a step of int8.
 NUDGE, NUDGES = 1e-5, 2

@@ -1,9 +1,7 @@
 """What ExecuTorch with XNNPACK can hold, checked before anything is trained or quantized."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from pippin.model import names
 from pippin.model.config import read_config
@@ -11,9 +9,6 @@ from pippin.model.weights import Checkpoint
 from pippin.recipe import Quantize
 
 GROUP_MULTIPLE = 32
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-
 Refusal = tuple[str, str]
 
 
@@ -81,48 +76,3 @@ def refuse_scales(quantize: Quantize, checkpoint: Path) -> Iterator[Refusal]:
             f"weights and so its scales are {min(found)}",
             "start from a bfloat16 model, or set quantize.bits = 8 and quantize.group_size = 0",
         )
-
-
-def refuse_model(checkpoint: Path) -> Iterator[Refusal]:
-    """Every reason why this target cannot run the model in the folder, as (message, hint)."""
-    config = json.loads((checkpoint / "config.json").read_text())
-    kind = config.get("model_type")
-    window = sliding_window(config)
-    if window is not None:
-        yield (
-            f"executorch: {kind} has sliding-window attention ({window} tokens); "
-            "its ring-buffer cache is not built",
-            "deploy a model with full attention in every layer",
-        )
-    elif kind not in MODEL_TYPES:
-        yield (
-            f"executorch: model type {kind} is not built, only {', '.join(MODEL_TYPES)}",
-            "deploy a model of one of these families",
-        )
-    yield from _refuse_details(config)
-
-
-def _refuse_details(config: dict[str, Any]) -> Iterator[Refusal]:
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ROPE_TYPES:
-        yield (
-            f"executorch: rope type {kind} changes with the length of the prompt",
-            f"deploy a model whose rope type is one of {', '.join(ROPE_TYPES)}",
-        )
-    if config.get("hidden_act", "silu") != "silu":
-        yield (
-            f"executorch: activation {config['hidden_act']} is not built",
-            "deploy a model with silu",
-        )
-
-
-def sliding_window(config: dict[str, Any]) -> int | None:
-    """The window of the model's sliding layers, None where every layer attends to everything."""
-    window = config.get("sliding_window")
-    layers = config.get("layer_types")
-    if window is None or config.get("use_sliding_window") is False:
-        return None
-    if layers is not None and "sliding_attention" not in layers:
-        return None
-    return int(window)

@@ -1,12 +1,10 @@
 """A .pte in ExecuTorch's own runtime: tokens in, floats out.
 
-Shape letters: B batch, T tokens, K kept tokens of a distribution, V vocab.
+Shape letters: B batch, T tokens, V vocab.
 """
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 # These define the operators that a .pte calls beside XNNPACK.
 import executorch.extension.llm.custom_ops.custom_ops
@@ -16,117 +14,27 @@ import torch
 from executorch.runtime import Runtime
 from numpy.typing import NDArray
 
-from pippin.engines import Sampling, Tokens, TopK
-from pippin.errors import ModelError
 from pippin.targets.executorch.native_log import without_harmless_lines
+from pippin.targets.stepping import SteppingModel
 
 
-class PteModel:
-    """A deployed file as a Scorer. It holds one conversation: rows are run in turn."""
+class PteModel(SteppingModel):
+    """A deployed file as a Scorer."""
 
     def __init__(self, path: Path, context: int) -> None:
+        super().__init__(context)
         with without_harmless_lines():
             self._program = Runtime.get().load_program(path)
             forward = self._program.load_method("forward")
         assert forward is not None, "every bundle has a forward method"
         self._forward = forward
-        self._context = context
-
-    def logprobs(self, tokens_BT: Tokens) -> NDArray[np.float32]:
-        """log p(token t+1 | tokens up to t), (B, T-1) float32; ModelError beyond the context."""
-        return np.stack([self._row_logprobs(row) for row in np.asarray(tokens_BT, np.int64)])
-
-    def topk(self, tokens_BT: Tokens, k: int, ids_BTK: NDArray[np.int32] | None = None) -> TopK:
-        """The k likeliest next tokens at every position, then the given ids, in one pass."""
-        rows = [log_softmax(self.logits(row)) for row in np.asarray(tokens_BT, np.int64)]
-        best_BTK = np.stack([largest(row, k) for row in rows]).astype(np.int32)
-        ids_BTK = best_BTK if ids_BTK is None else np.concatenate([best_BTK, ids_BTK], -1)
-        logprobs = [np.take_along_axis(*pair, -1) for pair in zip(rows, ids_BTK, strict=True)]
-        return TopK(ids_BTK=ids_BTK, logprobs_BTK=np.stack(logprobs).astype(np.float32))
-
-    def generate(self, prompts: Sequence[Tokens], sampling: Sampling) -> Iterator[list[int | None]]:
-        """Each step's token of every prompt; None for a row that has ended.
-
-        The file holds one conversation, so several prompts are answered in turn before the first
-        step is yielded; a single one streams.
-        """
-        if len(prompts) == 1:
-            yield from ([token] for token in self._answer(prompts[0], sampling, 0))
-            return
-        answers = [list(self._answer(p, sampling, i)) for i, p in enumerate(prompts)]
-        for step in range(max(map(len, answers), default=0)):
-            yield [answer[step] if step < len(answer) else None for answer in answers]
-
-    def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """Logits after every token of one row, (T, V): the file gives the last ones, so T steps."""
-        self._require_room(len(tokens))
-        return np.stack([self.last_logits([token], i) for i, token in enumerate(tokens)])
 
     def last_logits(self, tokens: Sequence[int], start: int) -> NDArray[np.float32]:
-        """Logits after the last of some tokens, (V,); they take positions start, start + 1, ...
-
-        A row starts at 0 and overwrites the one before: the KV cache needs no clearing.
-        """
-        self._require_room(start + len(tokens))
+        """Logits after the last of some tokens, (V,); see SteppingModel."""
+        self.require_room(start + len(tokens))
         ids_BT = torch.tensor([[int(token) for token in tokens]], dtype=torch.long)
         position = torch.tensor([start], dtype=torch.long)
         with without_harmless_lines():
             (logits_BV,) = self._forward.execute((ids_BT, position))
         # The runtime writes the next call's output into the same memory.
         return logits_BV[0].numpy().copy()
-
-    def _row_logprobs(self, row_T: NDArray[np.int64]) -> NDArray[np.float32]:
-        # A row's logits can be large (T x V): they are reduced as they come.
-        self._require_room(len(row_T))
-        found = [
-            log_softmax(self.last_logits([now], i))[following]
-            for i, (now, following) in enumerate(itertools.pairwise(row_T))
-        ]
-        return np.array(found, np.float32)
-
-    def _answer(self, prompt: Tokens, sampling: Sampling, row: int) -> Iterator[int]:
-        random = np.random.default_rng([sampling.seed, row])
-        tokens, start = [int(t) for t in prompt], 0
-        for _ in range(sampling.max_tokens):
-            if start + len(tokens) > self._context:
-                return
-            token = pick(self.last_logits(tokens, start), sampling, random)
-            if token in sampling.stop:
-                return
-            yield token
-            tokens, start = [token], start + len(tokens)
-
-    def _require_room(self, length: int) -> None:
-        if not 0 < length <= self._context:
-            raise ModelError(
-                f"a row of {length} tokens does not fit the deployed context of {self._context}",
-                "set deploy.context to the longest conversation and deploy again",
-            )
-
-
-def log_softmax(logits_TV: NDArray[Any]) -> NDArray[Any]:
-    """Log-probabilities over the last axis, float32."""
-    shifted = logits_TV - logits_TV.max(-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True, dtype=np.float64)).astype(
-        np.float32
-    )
-
-
-def largest(values_TV: NDArray[np.float32], k: int) -> NDArray[np.int64]:
-    """Indices of the k largest of the last axis, largest first."""
-    k = min(k, values_TV.shape[-1])
-    ids = np.argpartition(-values_TV, k - 1, axis=-1)[..., :k]
-    order = np.argsort(-np.take_along_axis(values_TV, ids, -1), axis=-1, kind="stable")
-    return np.take_along_axis(ids, order, -1)
-
-
-def pick(logits_V: NDArray[np.float32], sampling: Sampling, random: np.random.Generator) -> int:
-    """The next token: the likeliest at temperature 0, else drawn from the top_p nucleus."""
-    if sampling.temperature == 0:
-        return int(logits_V.argmax())
-    logprobs_V = log_softmax(logits_V / sampling.temperature)
-    order = np.argsort(-logprobs_V, kind="stable")
-    probs = np.exp(logprobs_V[order].astype(np.float64))
-    kept = max(1, int(np.searchsorted(np.cumsum(probs), sampling.top_p, side="left")) + 1)
-    nucleus = probs[:kept] / probs[:kept].sum()
-    return int(order[random.choice(len(nucleus), p=nucleus)])

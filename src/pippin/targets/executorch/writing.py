@@ -21,12 +21,12 @@ from pippin.targets.bundle import (
 )
 from pippin.targets.decoder import Decoder, Weights
 from pippin.targets.executorch import check, lowering
-from pippin.targets.executorch.constraint import refuse_model
 from pippin.targets.executorch.delegation import read_delegation
 from pippin.targets.executorch.guide import guide
 from pippin.targets.executorch.parts import read_weights
 from pippin.targets.executorch.runtime import PteModel
 from pippin.targets.executorch.stored import require_stored
+from pippin.targets.families import refuse_family
 from pippin.targets.folder import Folder
 
 PROGRAM = "model.pte"
@@ -38,7 +38,7 @@ def write(bundle: Bundle) -> Iterator[Event]:
     Raises ModelError for a model or codes that XNNPACK cannot hold, or another model's tokenizer,
     and PippinError where the written file computes something else than the quantized model.
     """
-    for refusal in refuse_model(bundle.quantized):
+    for refusal in refuse_family("executorch", bundle.quantized):
         raise ModelError(*refusal)
     context = require_context(bundle)
     tokenizer = load_tokenizer(bundle.quantized)

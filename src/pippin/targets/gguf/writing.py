@@ -1,4 +1,7 @@
-"""Quantized folder to GGUF bundle: one tensor at a time, then read back and compared."""
+"""Quantized folder to GGUF bundle: one tensor at a time, then read back and compared.
+
+Shape letters: C head channels.
+"""
 
 from collections import Counter
 from collections.abc import Iterator

@@ -1,0 +1,67 @@
+"""Quantized folder to Core AI bundle: export, convert, save, run the file beside PyTorch."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from pippin.errors import ModelError
+from pippin.events import Event, Progress
+from pippin.model.tokenizer import load_tokenizer
+from pippin.targets import Bundle
+from pippin.targets.agreement import compare, load_parent, require
+from pippin.targets.bundle import (
+    check_prompts,
+    copy_side_files,
+    describe,
+    finish,
+    notice,
+    read_description,
+    require_context,
+)
+from pippin.targets.coreai.guide import guide
+from pippin.targets.coreai.parts import CoreAiParts
+from pippin.targets.coreai.program import save
+from pippin.targets.coreai.runtime import AimodelModel
+from pippin.targets.decoder import Weights
+from pippin.targets.families import refuse_family
+from pippin.targets.folder import Folder
+
+FILE = "model.aimodel"
+RUNTIME = "Core AI's runtime on this machine's CPU, in float32"
+# The same codes and float32 on both sides.
+MAX_KL, MIN_TOP1 = 1e-4, 0.98
+
+
+def write(bundle: Bundle) -> Iterator[Event]:
+    """Fill `bundle.folder`, which exists; events carry stage `deploy`.
+
+    Raises ModelError for a model that is not built, and PippinError where the file computes
+    something else than the quantized model does in PyTorch.
+    """
+    for refusal in refuse_family("coreai", bundle.quantized):
+        raise ModelError(*refusal)
+    context, tokenizer = require_context(bundle), load_tokenizer(bundle.quantized)
+    started = time.perf_counter()
+    save(Weights(CoreAiParts(), Folder(bundle.quantized), context), bundle.folder / FILE)
+    copy_side_files(bundle)
+    yield _progress(1, started)
+    prompts, left_out = check_prompts(tokenizer, context)
+    yield from (notice("coreai", text) for text in left_out)
+    model = AimodelModel(bundle.folder / FILE, context)
+    yield _progress(2, started)
+    agreement = compare(model, load_parent(bundle.quantized), prompts, context)
+    check = require("coreai", agreement, MAX_KL, MIN_TOP1)
+    description = describe(bundle, "coreai", tokenizer, {FILE: "weights and program"})
+    finish(bundle, description | {"runtime": RUNTIME, "check": check}, guide)
+    yield _progress(3, started)
+
+
+def load(folder: Path) -> AimodelModel:
+    """The bundle's .aimodel. Raises ModelError where a file is not as it was written."""
+    description = read_description(folder)
+    return AimodelModel(folder / FILE, description["context"])
+
+
+def _progress(done: int, started: float) -> Progress:
+    seconds = round(time.perf_counter() - started, 1)
+    return Progress(stage="deploy", done=done, values={"seconds": seconds})

@@ -1,0 +1,34 @@
+"""A folder for transformers and vLLM: compressed-tensors where it holds the codes, else dense."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from pippin.engines import Scorer
+from pippin.events import Event
+from pippin.recipe import Quantize
+from pippin.targets import Bundle
+
+
+class HuggingFace:
+    """The target; its packages are imported when it writes or loads."""
+
+    def refusal(self, quantize: Quantize, checkpoint: Path) -> tuple[str, str] | None:
+        """None: what compressed-tensors cannot hold is written dense, and a notice says so."""
+        return None
+
+    def write(self, bundle: Bundle) -> Iterator[Event]:
+        """Make, describe and check the bundle. Raises what writing.write raises."""
+        from pippin.targets.hf import writing
+
+        yield from writing.write(bundle)
+
+    def load(self, folder: Path) -> Scorer:
+        """The folder in transformers. Raises ModelError for an incomplete bundle."""
+        from pippin.targets.hf import loading
+
+        return loading.load(folder)
+
+
+def make_target() -> HuggingFace:
+    """The target's entry in the table."""
+    return HuggingFace()
