@@ -1,6 +1,7 @@
 """LoRA training on one CUDA device: pippin beside transformers' Trainer with peft, random weights.
 
-The shape is OpenLLaMA-3B-v2's; 4,096 samples have log-normal lengths of mean 216, from 24 to 1,024
+The shape is OpenLLaMA-3B-v2's, Qwen2.5-7B's for w3; 4,096 samples have log-normal lengths of mean
+216, from 24 to 1,024
 tokens. pippin packs them into rows, Trainer pads batches of 4; only real tokens count.
 """
 
@@ -16,7 +17,7 @@ import common
 from pippin import recipe
 from pippin.data.batches import Batch, BatchPlan, Sample
 
-SHAPE = {
+OPEN_LLAMA_3B = {
     "vocab_size": 32000,
     "hidden_size": 3200,
     "intermediate_size": 8640,
@@ -28,9 +29,21 @@ SHAPE = {
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
 }
+QWEN2_7B = {
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
 ADAPTERS = {
     "w1": recipe.Lora(rank=8, alpha=16.0, targets=("q_proj", "v_proj")),
     "w2": recipe.Lora(rank=16, alpha=32.0, targets=("all-linear",)),
+    "w3": recipe.Lora(rank=16, alpha=32.0, targets=("all-linear",)),
 }
 SAMPLES, SHORTEST, MEAN, LONGEST, SPREAD = 4096, 24, 216, 1024, 0.6
 WARM, STEPS, PEER_STEPS, RATE = 3, 20, 24, 2e-4
@@ -56,7 +69,7 @@ class Run:
 def main() -> None:
     """Measure the ceiling, every configuration and the peer, then print the rows."""
     parser = common.arguments(__doc__ or "")
-    parser.add_argument("--only", default="w1-bf16,w2-bf16", help="of w1, w2 and bf16, fp8")
+    parser.add_argument("--only", default="w1-bf16,w2-bf16", help="of w1, w2, w3 and bf16, fp8")
     parser.add_argument("--tokens", default="16384", help="tokens a step, comma-separated")
     parser.add_argument("--peer", action="store_true", help="run Trainer + peft as well")
     parser.add_argument("--profile", action="store_true", help="print where a step's time goes")
@@ -125,7 +138,7 @@ def samples() -> list[Sample]:
     lengths = np.clip(rng.lognormal(middle, SPREAD, SAMPLES), SHORTEST, LONGEST).astype(int)
     return [
         Sample(
-            tokens=rng.integers(3, SHAPE["vocab_size"], n).astype(np.int32),
+            tokens=rng.integers(3, OPEN_LLAMA_3B["vocab_size"], n).astype(np.int32),
             scored=np.arange(n) > 0,
             row=row,
         )
@@ -133,15 +146,23 @@ def samples() -> list[Sample]:
     ]
 
 
-def network() -> Any:
+def shape_of(name: str) -> dict[str, Any]:
+    """Of `w1-bf16`, w1's."""
+    return QWEN2_7B if name.startswith("w3") else OPEN_LLAMA_3B
+
+
+def network(name: str) -> Any:
     """Random bfloat16 weights, made on the device."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+    config, kind = LlamaConfig, LlamaForCausalLM
+    if name.startswith("w3"):
+        config, kind = Qwen2Config, Qwen2ForCausalLM
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):
-        made = LlamaForCausalLM(LlamaConfig(**SHAPE, dtype="bfloat16"))
+        made = kind(config(**shape_of(name), dtype="bfloat16"))
     torch.set_default_dtype(torch.float32)
     return made
 
@@ -167,7 +188,7 @@ def pippin(name: str, tokens: int, options: argparse.Namespace) -> Run:
     from pippin.engines.torch.names import lora_parameters
     from pippin.engines.torch.trainer import TorchTrainer
 
-    made, lora = network(), adapter_of(name)
+    made, lora = network(name), adapter_of(name)
     frozen: Any = "float8" if name.endswith("fp8") else "auto"
     train = recipe.Train(row_tokens=tokens, learning_rate=RATE, frozen_dtype=frozen)
     before, start = graphs(), time.perf_counter()
@@ -261,7 +282,7 @@ def trainer(name: str) -> Run:
         )
         torch.cuda.reset_peak_memory_stats()
         run = transformers.Trainer(
-            model=peft.get_peft_model(network(), settings),
+            model=peft.get_peft_model(network(name), settings),
             args=arguments,
             data_collator=pad,
             train_dataset=data,
@@ -300,10 +321,15 @@ def seconds_per_token(name: str, ceilings: dict[str, float]) -> float:
 
     The head counts for every token. Attention, about 1 % at these lengths, is left out.
     """
-    hidden, wide, vocab = (SHAPE[k] for k in ("hidden_size", "intermediate_size", "vocab_size"))
-    layers, rank = SHAPE["num_hidden_layers"], adapter_of(name).rank
-    dense = layers * (4 * hidden * hidden + 3 * hidden * wide)
-    narrow = 2 * 2 * hidden if name.startswith("w1") else 4 * 2 * hidden + 3 * (hidden + wide)
+    shape, rank = shape_of(name), adapter_of(name).rank
+    hidden, wide, vocab = (shape[k] for k in ("hidden_size", "intermediate_size", "vocab_size"))
+    layers, heads = shape["num_hidden_layers"], shape["num_attention_heads"]
+    kv = hidden * shape["num_key_value_heads"] // heads
+    sides = {"q": (hidden, hidden), "k": (hidden, kv), "v": (hidden, kv), "o": (hidden, hidden)}
+    sides |= {"gate": (hidden, wide), "up": (hidden, wide), "down": (wide, hidden)}
+    dense = layers * sum(inputs * outputs for inputs, outputs in sides.values())
+    adapted = "qv" if name.startswith("w1") else sides
+    narrow = sum(sum(sides[key]) for key in adapted)
     rest = 4.0 * hidden * vocab + 6.0 * layers * rank * narrow
     return 4.0 * dense / ceilings[name.partition("-")[2]] + rest / ceilings["bf16"]
 

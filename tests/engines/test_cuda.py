@@ -150,12 +150,39 @@ def test_fifty_losses_in_float32_equal_the_cpus(tiny, engine, cuda, adapter):
         trainer = model.trainer(train, Lora(rank=4), adapter(model), 0)
         results = [trainer.step(plan.batches(step), 3e-3) for step in range(50)]
         losses.append([result.loss_sum / result.tokens for result in results])
-    assert trainer.compiled
+    assert trainer.by_hand
     assert losses[0][-1] < 0.98 * losses[0][0]
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["llama", "llama_head100", "qwen3", "gemma3"])
+@pytest.mark.parametrize("kind", ["llama", "llama_head100", "llama_bias", "mistral", "qwen2"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_layers_by_hand_give_the_cpus_gradients(
+    kind, dtype, tiny, engine, cuda, samples, pack, adapter
+):
+    batch, states = pack([samples[:3], samples[3:]]), []
+    for side, precision in ((engine, "float32"), (cuda, dtype)):
+        model = side.load(tiny(kind), precision)
+        trainer = model.trainer(Train(), Lora(rank=4), adapter(model, live=True), 0)
+        trainer.step([batch], 1e-3)
+        states.append(trainer.state())
+    assert trainer.by_hand
+    assert trainer.notices == ()
+    tolerance = 1e-4 if dtype == "float32" else 5e-2
+    for name, wanted in states[0].items():
+        if name.startswith("exp_avg."):
+            assert np.linalg.norm(states[1][name] - wanted) <= tolerance * np.linalg.norm(wanted)
+
+
+def test_layers_that_drop_inputs_are_compiled(tiny, cuda, adapter):
+    model = cuda.load(tiny("llama"), "bfloat16")
+    lora = Lora(rank=4, dropout=0.1)
+    trainer = model.trainer(Train(row_tokens=64), lora, adapter(model), 0)
+    assert trainer.compiled
+    assert not trainer.by_hand
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
 def test_layers_are_compiled_once(kind, tiny, cuda, samples, pack, adapter):
     model, batch = cuda.load(tiny(kind), "bfloat16"), pack([samples, samples[:3]])
     train = Train(row_tokens=batch.tokens_BT.shape[1], batch_rows=2)
@@ -192,7 +219,7 @@ def test_frozen_weights_in_float8_train_nearly_alike(tiny, cuda, samples, pack, 
         train = Train(row_tokens=batch.tokens_BT.shape[1], frozen_dtype=frozen)
         trainer = model.trainer(train, Lora(rank=4), adapter(model), 0)
         losses[frozen] = [trainer.step([batch], 1e-3).loss_sum for _ in range(6)]
-        assert trainer.compiled
+        assert trainer.by_hand
         assert losses[frozen][-1] < losses[frozen][0]
     assert any("FP8" in notice for notice in trainer.notices)
     assert losses["float8"] == pytest.approx(losses["auto"], rel=5e-2)

@@ -3,6 +3,7 @@
 Shape letters: B 1, H heads, K kv heads, T tokens, L tokens of one sample, C head channels.
 """
 
+import functools
 import importlib.util
 import inspect
 from dataclasses import dataclass
@@ -64,6 +65,7 @@ def register() -> None:
     AttentionInterface.register(NAME, packed_attention)
 
 
+@functools.cache
 def prepare(device: torch.device) -> bool:
     """Whether our kernels run on this device; registers them where they do."""
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:

@@ -72,16 +72,17 @@ def _multiply(x_NI: Tensor, codes_OI: Tensor, scale_O1: Tensor) -> Tensor:
     )
 
 
-def freeze_in_float8(layers: list[nn.Module], device: torch.device) -> str:
-    """Put FP8 in the place of the frozen linears of `layers`; what was done, in words.
-
-    Raises UsageError where the device cannot multiply FP8.
-    """
+def refuse_old(device: torch.device) -> None:
+    """Raise UsageError where the device cannot multiply FP8."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < OLDEST:
         raise UsageError(
             f'train.frozen_dtype = "float8" does not run on {device.type} here',
             "it needs a CUDA card of compute capability 8.9 or newer; leave it at auto",
         )
+
+
+def freeze_in_float8(layers: list[nn.Module]) -> str:
+    """Put FP8 in the place of the frozen linears of `layers`; what was done, in words."""
     done = [_replace(parent, name) for parent, name in _places(layers)]
     left = f", {done.count(False)} stay as they are" if False in done else ""
     return f"{done.count(True)} frozen linears compute in FP8, which is less exact{left}"

@@ -8,20 +8,21 @@ Shape letters: N tokens, D hidden, F feed-forward.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pippin.engines.torch.attention import prepare
 from pippin.engines.torch.body import close
 
 
-def fuse(network: nn.Module) -> list[str]:
+def fuse(modules: Iterable[nn.Module]) -> list[str]:
     """Replace what can be; the classes of the modules that were."""
     replaced = set()
-    for module in network.modules():
+    for module in modules:
         forward = _norm(module) or _gated(module)
         if forward is not None and _same(module, forward):
             module.forward = forward
@@ -36,6 +37,10 @@ def _norm(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
         return None
     if weight.requires_grad or weight.dim() != 1 or weight.dtype == torch.float64:
         return None
+    if prepare(weight.device):
+        from pippin.engines.torch.layer_ops import PlainNorm
+
+        return lambda x: PlainNorm.apply(x, weight, eps)
     return lambda x: _Norm.apply(x, weight, eps)
 
 

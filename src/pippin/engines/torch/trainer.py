@@ -17,13 +17,15 @@ from transformers import PreTrainedModel
 from pippin.data.batches import Batch
 from pippin.engines import StepResult, Weights
 from pippin.engines.torch.body import find_head, hidden_states
-from pippin.engines.torch.compiled import compile_layers, decoder_layers, wake_autograd
-from pippin.engines.torch.float8 import freeze_in_float8
+from pippin.engines.torch.by_hand import replace_layers
+from pippin.engines.torch.compiled import compile_layers, wake_autograd
+from pippin.engines.torch.float8 import freeze_in_float8, refuse_old
 from pippin.engines.torch.fused import fuse
 from pippin.engines.torch.loss import head_loss, logits_loss
 from pippin.engines.torch.optimizer import Optimizer
 from pippin.engines.torch.probe import find_ability
 from pippin.engines.torch.rows import Rows
+from pippin.engines.torch.trial import decoder_layers, outside
 from pippin.errors import ModelError
 from pippin.recipe import Train
 
@@ -55,12 +57,15 @@ class TorchTrainer:
         for parameter in trainable.values():
             parameter.requires_grad_(True)
         if train.frozen_dtype == "float8":
-            self.notices += (freeze_in_float8(decoder_layers(network), network.device),)
+            refuse_old(network.device)
         if train.gradient_checkpointing:
             checkpoint_activations(network)
-        self.compiled = self._compile()
-        if not self.compiled:
-            fuse(network)
+        self.by_hand = self._replace_layers()
+        self.compiled = not self.by_hand and self._compile()
+        if self.by_hand:
+            fuse(outside(network))
+        elif not self.compiled:
+            fuse(network.modules())
         self.optimizer = Optimizer(trainable, train, _waits)
 
     def step(self, batches: Sequence[Batch], learning_rate: float) -> StepResult:
@@ -119,11 +124,24 @@ class TorchTrainer:
         self.optimizer.restore(state)
         self.steps = int(state["steps"][0])
 
+    def _replace_layers(self) -> bool:
+        """Whether the layers run as our own code, which takes micro-batches of any shape."""
+        if self.network.device.type != "cuda":
+            return False
+        wake_autograd(self.network.device)
+        float8 = self.train.frozen_dtype == "float8"
+        if replace_layers(self.network, self.ability.layout, self.train):
+            if float8:
+                self.notices += (freeze_in_float8(decoder_layers(self.network)),)
+            return False
+        if float8:
+            self.notices += ("the layers' frozen linears compute in FP8, which is less exact",)
+        return True
+
     def _compile(self) -> bool:
         """Whether the layers run as compiled code, for micro-batches of the recipe's shape."""
         if self.network.device.type != "cuda":
             return False
-        wake_autograd(self.network.device)
         fault = compile_layers(self.network, self.ability.layout, self.train)
         if fault:
             self.notices += (f"layers are not compiled, which is slower: {fault}",)

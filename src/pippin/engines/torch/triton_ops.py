@@ -54,8 +54,15 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
 
 
 def _attend(*inputs: Any) -> tuple[Tensor, Tensor]:
-    q, k, v, first, _, scale, window = inputs
-    out, lse = _like_out(q), _row_sums(q)
+    q, k, v, first, last, scale, window = inputs
+    out = _like_out(q)
+    return out, attend_forward(q, k, v, out, first, last, scale, window)
+
+
+def attend_forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *rest: Any) -> Tensor:
+    """Fill `out` (1, T, H, C); returns the rows' log-sum-exp, (H, T) float32. `rest` as above."""
+    first, _, scale, window = rest
+    lse = _row_sums(q)
     operands = (q, k, v, out.transpose(1, 2))
     constants = _constants(operands)
     strides = [s // constants["UNIT"] for x in operands for s in _strides(x)]
@@ -64,13 +71,24 @@ def _attend(*inputs: Any) -> tuple[Tensor, Tensor]:
         q, k, v, out, lse, first, *strides,
         q.shape[2], window, scale * LOG2E, **constants, **tile,
     )  # fmt: skip
-    return out, lse
+    return lse
 
 
 def _attend_backward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    grad, out, lse, q, k, v, first, last, scale, window = inputs
-    grad = grad.contiguous()
+    grad, out, lse, q, k, v, *rest = inputs
     dq, dk, dv = map(_like_input, (q, k, v))
+    attend_backward(grad.contiguous(), out, lse, q, k, v, dq, dk, dv, *rest)
+    return dq, dk, dv
+
+
+def attend_backward(
+    grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+) -> None:
+    """Fill the gradients of q, k and v, the first three of `rest`; the others are as above.
+
+    `grad` and `out` (1, T, H, C), `lse` what the forward returned.
+    """
+    dq, dk, dv, first, last, scale, window = rest
     delta, length = torch.empty_like(lse), q.shape[2]
     operands = (q, k, v, out.transpose(1, 2), grad.transpose(1, 2), dq, dk, dv)
     constants = _constants(operands)
@@ -89,7 +107,6 @@ def _attend_backward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, lse, delta, first, last, grad, dk, dv,
         *q_s, *k_s, *v_s, *do_s, *dk_s, *dv_s, *numbers, **constants, **tile,
     )  # fmt: skip
-    return dq, dk, dv
 
 
 def _strides(x: Tensor) -> tuple[int, int]:
@@ -119,7 +136,7 @@ def _tiles(q: Tensor, unit: int) -> dict[str, dict[str, int]]:
         small = {"M": 32, "N": 32, "num_warps": 4, "num_stages": 1}
         return {"forward": small, "dq": small, "dkv": small}
     return {
-        "forward": {"M": 64, "N": 32, "num_warps": 4, "num_stages": 3},
+        "forward": {"M": 64, "N": 32, "num_warps": 4, "num_stages": 3 if unit == 8 else 2},
         "dq": {"M": 64, "N": 32, "num_warps": 4, "num_stages": 1},
         "dkv": {"M": 32, "N": 64, "num_warps": 4, "num_stages": 3 if unit == 8 else 1},
     }

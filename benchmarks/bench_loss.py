@@ -1,0 +1,104 @@
+"""The loss layer on one CUDA device: memory and time beside full logits, forward and gradient.
+
+8,192 tokens, 151,936 classes, 4,096 hidden channels, bfloat16, the head frozen.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import common
+
+TOKENS, CLASSES, HIDDEN, REPEATS = 8192, 151936, 4096, 10
+
+
+def main() -> None:
+    """Measure ours, full logits, and the two products alone, which is the limit."""
+    import torch
+    from torch.nn import functional
+
+    from pippin.engines.torch.loss import Head, head_loss
+
+    options = common.arguments(__doc__ or "").parse_args()
+    torch.manual_seed(0)
+    make = {"device": "cuda", "dtype": torch.bfloat16}
+    hidden_SD = torch.randn(TOKENS, HIDDEN, **make).requires_grad_()
+    weight_VD = torch.randn(CLASSES, HIDDEN, **make) / HIDDEN**0.5
+    targets_S = torch.randint(0, CLASSES, (TOKENS,), device="cuda")
+
+    def ours() -> Any:
+        loss = head_loss(hidden_SD, targets_S, Head(weight_VD=weight_VD))
+        return torch.autograd.grad(loss, hidden_SD)[0]
+
+    def full() -> Any:
+        logits_SV = hidden_SD @ weight_VD.T
+        loss = functional.cross_entropy(logits_SV, targets_S, reduction="sum")
+        return torch.autograd.grad(loss, hidden_SD)[0]
+
+    def products() -> Any:
+        with torch.no_grad():
+            return (hidden_SD @ weight_VD.T) @ weight_VD
+
+    error = float((ours() - full()).float().norm() / full().float().norm())
+    peaks = [peak(run) for run in (ours, full)]
+    times = [milliseconds(run) for run in (ours, full, products)]
+    gradient = hidden_SD.numel() * hidden_SD.element_size()
+    notes = {"gradient differs by": round(error, 5), "of it the returned gradient": gib(gradient)}
+    rows = [
+        common.Row(
+            name="loss-layer-memory",
+            value=gib(peaks[0]),
+            unit="GiB beyond the inputs",
+            better="lower",
+            limit=gib(gradient),
+            peers={"full logits": gib(peaks[1])},
+            notes=notes,
+        ),
+        common.Row(
+            name="loss-layer-time",
+            value=round(times[0], 2),
+            unit="ms, forward and gradient",
+            better="lower",
+            limit=round(times[2], 2),
+            share_of_limit=round(times[2] / times[0], 3),
+            peers={"full logits": round(times[1], 2)},
+        ),
+    ]
+    memory = round(torch.cuda.get_device_properties(0).total_memory / 1e9)
+    common.report(rows, options.save, (torch.cuda.get_device_name(), memory))
+
+
+def gib(count: int) -> float:
+    """Bytes in GiB."""
+    return round(count / 2**30, 3)
+
+
+def peak(run: Callable[[], Any]) -> int:
+    """Bytes allocated at the most, beyond what was there before."""
+    import torch
+
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def milliseconds(run: Callable[[], Any]) -> float:
+    """The median of some runs."""
+    import torch
+
+    times = []
+    for _ in range(REPEATS + 2):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        stop.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(stop))
+    return float(np.median(times[2:]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""A decoder layer of Llama's shape, forward and backward by hand, for CUDA.
+
+It keeps what a backward needs and nothing else, joins products that read the same inputs, and lets
+the adapters ride along in them. Layers of another shape, or that compute something else, are left.
+
+Shape letters: T tokens, D hidden, H query heads, K kv heads, C head channels, O all their channels.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pippin.engines.torch import layer_ops as ops
+from pippin.engines.torch.attention import Packing
+from pippin.engines.torch.float8 import SIDE
+from pippin.engines.torch.frames import Frame, Wide
+from pippin.engines.torch.layer_ops import Norm
+from pippin.engines.torch.lora import LoraLinear
+from pippin.engines.torch.triton_ops import attend_backward, attend_forward
+
+PARTS = {
+    "": {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"},
+    "self_attn": {"q_proj", "k_proj", "v_proj", "o_proj"},
+    "mlp": {"gate_proj", "up_proj", "down_proj", "act_fn"},
+}
+WIDEST = 8192  # a norm's row fits a program's registers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Llama:
+    """The parts of one layer. `window` is None for plain causal attention."""
+
+    norms: tuple[Norm, Norm]
+    kqv: Frame
+    o: Frame
+    both: Frame
+    down: Frame
+    heads: tuple[int, int, int]
+    scale: float
+    window: int | None
+
+    @property
+    def frames(self) -> tuple[Frame, ...]:
+        """In the order of their products."""
+        return self.kqv, self.o, self.both, self.down
+
+    @property
+    def masters(self) -> list[nn.Parameter]:
+        """Of all frames in turn."""
+        return [master for frame in self.frames for master in frame.masters]
+
+    def split(self, kqv_TO: Tensor) -> list[Tensor]:
+        """Query, key and value as (1, H, T, C), views of the rows."""
+        heads, kv, channels = self.heads
+        by_head = kqv_TO.unflatten(1, (-1, channels))
+        k, q, v = (x.transpose(0, 1)[None] for x in by_head.split([kv, heads, kv], 1))
+        return [q, k, v]
+
+    def by_head(self, x_TD: Tensor) -> Tensor:
+        """(1, T, H, C), a view of the rows."""
+        return x_TD.unflatten(1, (self.heads[0], self.heads[2]))[None]
+
+    def rotate(self, kqv_TO: Tensor, call: "Call", sign: float) -> None:
+        """Query and key by their positions' angles times `sign`, in place."""
+        ops.rotate(kqv_TO, call.cos_TC, call.sin_TC, self.heads[0] + self.heads[1], sign)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """What the network tells every layer: the positions' angles and where the samples lie."""
+
+    cos_TC: Tensor
+    sin_TC: Tensor
+    packing: Packing
+
+
+def find_parts(layer: nn.Module, float8: bool) -> Llama | str:
+    """The layer taken apart, or why it cannot be."""
+    for name, wanted in PARTS.items():
+        found = {child for child, _ in layer.get_submodule(name).named_children()}
+        if not found <= wanted or not wanted - {"act_fn"} <= found:
+            return f"{type(layer).__name__} has other parts than Llama's"
+    whole: Any = layer
+    attention, mlp = whole.self_attn, whole.mlp
+    linears = [
+        [attention.k_proj, attention.q_proj, attention.v_proj],  # q and v, often adapted, adjoin
+        [attention.o_proj],
+        [mlp.gate_proj, mlp.up_proj],
+        [mlp.down_proj],
+    ]
+    norms = (whole.input_layernorm, whole.post_attention_layernorm)
+    if getattr(attention, "attention_dropout", 0.0):
+        return "its attention drops weights"
+    fault = _unfit([linear for group in linears for linear in group], norms, float8)
+    if fault:
+        return fault
+    channels = attention.head_dim
+    kqv, o, both, down = (Frame(group, float8) for group in linears)
+    return Llama(
+        norms=(_norm(norms[0]), _norm(norms[1])),
+        kqv=kqv,
+        o=o,
+        both=both,
+        down=down,
+        heads=(o.inputs // channels, attention.k_proj.out_features // channels, channels),
+        scale=attention.scaling,
+        window=getattr(attention, "sliding_window", None),
+    )
+
+
+def _unfit(linears: list[Any], norms: tuple[Any, Any], float8: bool) -> str | None:
+    for linear in linears:
+        if not isinstance(linear, nn.Linear | LoraLinear) or linear.weight.requires_grad:
+            return "its linears are trained or of their own kind"
+        if getattr(linear, "dropout", 0.0):
+            return "its adapters drop inputs"
+        if float8 and (linear.weight.dtype != torch.bfloat16 or _odd(linear)):
+            return "its matrices do not fit FP8 products"
+    scales = {linear.scale for linear in linears if isinstance(linear, LoraLinear)}
+    if len(scales) > 1:
+        return "its adapters differ in scale"
+    for norm in norms:
+        weight = getattr(norm, "weight", None)
+        if (
+            weight is None
+            or weight.requires_grad
+            or getattr(norm, "variance_epsilon", None) is None
+        ):
+            return "its norms are trained or of their own kind"
+        if weight.shape[0] > WIDEST:
+            return f"it is wider than {WIDEST}"
+    return None
+
+
+def _odd(linear: Any) -> bool:
+    return linear.in_features % SIDE > 0 or linear.out_features % SIDE > 0
+
+
+def _norm(module: Any) -> Norm:
+    return Norm(module.weight, module.variance_epsilon)
+
+
+def forward_of(parts: Llama) -> Callable[..., Tensor]:
+    """A forward with the signature that transformers calls its layers by."""
+
+    def forward(
+        hidden_BTD: Tensor, *_: Any, position_embeddings: Any, packing: Packing, **__: Any
+    ) -> Tensor:
+        cos_TC, sin_TC = (angles[0].contiguous() for angles in position_embeddings)
+        call = Call(cos_TC=cos_TC, sin_TC=sin_TC, packing=packing)
+        out_TD = _Layer.apply(hidden_BTD.flatten(0, 1), parts, call, *parts.masters)
+        return out_TD[None]
+
+    return forward
+
+
+class _Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, parts: Llama, call: Call, *_: Tensor) -> Tensor:
+        for frame in parts.frames:
+            frame.refresh()
+        x_TD = x_TD.contiguous()
+        n = parts.kqv.inner(len(x_TD))
+        rates_T = ops.norm(x_TD, parts.norms[0], n)[1]
+        kqv_TO = parts.kqv.product(n)
+        parts.rotate(kqv_TO, call, 1.0)
+        a = parts.o.inner(len(x_TD), keep=True)
+        lse_HT = attend_forward(
+            *parts.split(kqv_TO), parts.by_head(a.values), *_limits(parts, call)
+        )
+        y_TD = parts.o.product(ops.encode(a))
+        m = parts.both.inner(len(x_TD))
+        middle_TD, middle_rates_T = ops.norm(x_TD, parts.norms[1], m, y_TD)
+        both_TF = parts.both.product(m)
+        h = ops.gate(both_TF, parts.down)
+        out_TD = parts.down.product(h).add_(middle_TD)
+        again = (_kept(n, parts.kqv), _kept(m, parts.both), _kept(h, parts.down))
+        kept = (x_TD, rates_T, kqv_TO, a.whole, lse_HT, middle_TD, middle_rates_T, both_TF)
+        ctx.save_for_backward(*kept, *again)
+        ctx.parts, ctx.call = parts, call
+        return out_TD
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        """In the forward's order reversed."""
+        parts, call = ctx.parts, ctx.call
+        x_TD, rates_T, kqv_TO, a_whole, lse_HT, middle_TD, middle_rates_T, both_TF, *again = (
+            ctx.saved_tensors
+        )
+        n_whole, m_whole, h_whole = again
+        grad_TD = grads[0]
+        d_h, down_grads = parts.down.product_back(ops.take(grad_TD, parts.down), h_whole)
+        d_both = ops.gate_grad(d_h, both_TF, parts.both)
+        d_m, both_grads = parts.both.product_back(d_both, m_whole)
+        d_y = parts.o.outer(len(x_TD), keep=True)
+        norms = parts.norms
+        d_middle = ops.norm_grad(d_m, middle_TD, middle_rates_T, norms[1], d_y, grad_TD)
+        d_a, o_grads = parts.o.product_back(d_y, a_whole)
+        d_kqv = parts.kqv.outer(len(x_TD), keep=True)
+        a_TD = a_whole[:, : parts.o.inputs]
+        attend_backward(
+            parts.by_head(d_a), parts.by_head(a_TD), lse_HT, *parts.split(kqv_TO),
+            *parts.split(d_kqv.values), *_limits(parts, call),
+        )  # fmt: skip
+        parts.rotate(d_kqv.values, call, -1.0)
+        dx_TD = None
+        if ctx.needs_input_grad[0]:
+            d_n, kqv_grads = parts.kqv.product_back(ops.encode(d_kqv), n_whole)
+            dx = parts.down.outer(len(x_TD), keep=True)  # what the layer below reads
+            dx_TD = ops.norm_grad(d_n, x_TD, rates_T, norms[0], dx, d_middle)
+        else:
+            kqv_grads = parts.kqv.grads(d_kqv, n_whole)
+        return dx_TD, None, None, *kqv_grads, *o_grads, *both_grads, *down_grads
+
+
+def _kept(x: Wide, frame: Frame) -> Tensor | None:
+    """Only adapters read their inputs again."""
+    return x.whole if frame.adapters else None
+
+
+def _limits(parts: Llama, call: Call) -> tuple[Any, ...]:
+    packing = call.packing
+    assert packing.first_T is not None
+    window = len(packing.first_T) if parts.window is None else parts.window
+    return packing.first_T, packing.last_T, parts.scale, window
