@@ -13,6 +13,7 @@ from pippin.check.audits import Ask, Audited
 from pippin.engines.torch import mps
 
 PAGE = Path("docs") / "mps-architectures.md"
+CHIP = "m4"  # without the faults that other chips have alone
 PROGRAMS = ("float32", "bfloat16", "training", "generation")
 
 
@@ -24,7 +25,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     start = time.perf_counter()
-    audited = list(mps.architectures(Ask(version=asked.torch)))
+    audited = list(mps.architectures(Ask(version=asked.torch, chip=CHIP)))
     seconds = round(time.perf_counter() - start)
     subjects = dict.fromkeys(each.subject for each in audited)
     bad = dict.fromkeys(e.subject for e in audited if e.outcome in ("fails", "error"))
@@ -56,7 +57,8 @@ def page(audited: Sequence[Audited]) -> str:
         f"{transformers.__version__}). `pippin check --top50` makes this",
         "table for the versions you have. It tells that operators and dtypes exist on the GPU, not",
         "that their numbers are right: that is what `pippin check` on the Mac itself is for.",
-        "Known faults of single chips are left out here; `pippin check MODEL --as mps` tells them.",
+        "Faults that an M1, M2 or M5 has alone are left out; `pippin check MODEL --as mps` tells",
+        "them.",
         "",
         f"| architecture | {' | '.join(PROGRAMS)} |",
         f"|---|{'---|' * len(PROGRAMS)}",
@@ -64,24 +66,24 @@ def page(audited: Sequence[Audited]) -> str:
     for subject in subjects:
         cells = [_cell(found.get((subject, program))) for program in PROGRAMS]
         lines.append(f"| {subject} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", "## What does not run", "", *_troubles(audited)]) + "\n"
+    lines += ["", "## What does not run, or is known to be wrong", "", *_troubles(audited)]
+    return "\n".join(lines) + "\n"
 
 
 def _cell(each: Audited | None) -> str:
-    if each is None:
-        return ""
-    return each.outcome if each.outcome in ("fails", "error") else "fine"
+    return "" if each is None else each.outcome
 
 
 def _troubles(audited: Sequence[Audited]) -> list[str]:
-    lines = []
+    """Each kind of trouble once, with the models that have it."""
+    met: dict[str, list[str]] = {}
     for each in audited:
-        for trouble in each.fails:
-            text = f"`{trouble.operator}` [{trouble.dtypes}]: {trouble.why}"
-            lines.append(f"- **{each.subject}**, {each.program}: {text}. {trouble.remedy}.")
+        for trouble in (*each.fails, *each.known_wrong):
+            text = f"{trouble.kind}, `{trouble.operator}`: {trouble.why}. {trouble.remedy}."
+            met.setdefault(text, []).append(f"{each.subject} ({each.program})")
         if each.error and not each.fails:
-            lines.append(f"- **{each.subject}**, {each.program}: the CPU's own error, {each.error}")
-    return lines or ["Nothing."]
+            met.setdefault(f"the CPU's own error: {each.error}", []).append(each.subject)
+    return [f"- {text} In {', '.join(models)}." for text, models in met.items()] or ["Nothing."]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Walks a plan: skips what is done, refuses what was made otherwise, yields all events."""
 
 import importlib
+import os
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from pippin.stages.gates import check_gates
 from pippin.steps import Step, defaults
 from pippin.targets import check_recipe
 from pippin.versions import versions
+from pippin.watermarks import set_watermarks
 
 
 def run(plan: Plan, only: str | None = None, redo: Collection[str] = ()) -> Iterator[Event]:
@@ -30,6 +32,8 @@ def run(plan: Plan, only: str | None = None, redo: Collection[str] = ()) -> Iter
     GateError after the report is written.
     """
     plan.raise_refusals()
+    for text in set_watermarks(plan.device, os.environ):
+        yield Notice(stage="run", text=text)
     with locked(plan.folder):
         walk = Walk(plan=plan, redo=frozenset(redo))
         try:

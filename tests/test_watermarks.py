@@ -1,0 +1,53 @@
+"""PyTorch's two memory limits on MPS: always both, never contradicting each other."""
+
+import pytest
+
+from pippin.errors import UsageError
+from pippin.watermarks import HIGH, LOW, set_watermarks
+
+
+def test_other_devices_are_left_alone():
+    environment = {}
+    assert set_watermarks("cuda", environment) == ()
+    assert environment == {}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, ("1", "0.8")),
+        ({HIGH: "0.5"}, ("0.5", "0.4")),  # alone PyTorch refuses it: its own lower mark is 1.4
+        ({LOW: "1.2"}, ("1.2", "1.2")),
+        ({HIGH: "1.1", LOW: "0.9"}, ("1.1", "0.9")),
+        ({HIGH: "0"}, ("0", "0")),  # no limit
+    ],
+)
+def test_both_are_set_and_told(before, after):
+    environment = dict(before)
+    (told,) = set_watermarks("mps", environment)
+    assert (environment[HIGH], environment[LOW]) == after
+    assert float(after[1]) <= float(after[0])
+    assert f"{HIGH}={after[0]}" in told
+
+
+@pytest.mark.parametrize(
+    ("high", "warns"), [("1", False), ("1.3", False), ("1.7", True), ("0", True)]
+)
+def test_a_limit_above_the_machine_is_told(high, warns):
+    (told,) = set_watermarks("mps", {HIGH: high})
+    assert ("nothing stops PyTorch" in told) == warns
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({HIGH: "1.0", LOW: "1.4"}, "above"),
+        ({HIGH: "much"}, "HIGH_WATERMARK_RATIO=much is no ratio"),
+        ({LOW: "-1"}, "is no ratio"),
+        ({LOW: "nan"}, "is no ratio"),
+        ({HIGH: "inf"}, "is no ratio"),
+    ],
+)
+def test_what_pytorch_would_refuse(environment, message):
+    with pytest.raises(UsageError, match=message):
+        set_watermarks("mps", environment)
