@@ -1,9 +1,17 @@
 """PyTorch's two memory limits on MPS: always both, never contradicting each other."""
 
+import os
+from dataclasses import replace
+
 import pytest
 
 from pippin.errors import UsageError
+from pippin.machine import find_machine
+from pippin.plan import make_plan
+from pippin.recipe_file import load_recipe
+from pippin.run import run
 from pippin.watermarks import HIGH, LOW, set_watermarks
+from tests.tiny_runs import RECIPE, write_speaking_model
 
 
 def test_other_devices_are_left_alone():
@@ -30,12 +38,26 @@ def test_both_are_set_and_told(before, after):
     assert f"{HIGH}={after[0]}" in told
 
 
-@pytest.mark.parametrize(
-    ("high", "warns"), [("1", False), ("1.3", False), ("1.7", True), ("0", True)]
-)
-def test_a_limit_above_the_machine_is_told(high, warns):
-    (told,) = set_watermarks("mps", {HIGH: high})
-    assert ("nothing stops PyTorch" in told) == warns
+@pytest.mark.parametrize("high", ["1", "1.3"])
+def test_a_limit_that_the_machine_has(high):
+    assert "nothing stops PyTorch" not in set_watermarks("mps", {HIGH: high})[0]
+
+
+@pytest.mark.parametrize("high", ["1.7", "0"])
+def test_a_limit_above_the_machine_is_told(high):
+    assert "nothing stops PyTorch" in set_watermarks("mps", {HIGH: high})[0]
+
+
+def test_a_run_sets_them_before_anything_else(tmp_path, monkeypatch):
+    for name in (HIGH, LOW):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    write_speaking_model(tmp_path / "model")
+    (tmp_path / "tiny.toml").write_text(RECIPE)
+    plan = make_plan(load_recipe(tmp_path / "tiny.toml"), find_machine())
+    first = next(run(replace(plan, device="mps")))
+    assert first.text.startswith(f"{HIGH}=1, {LOW}=0.8")
+    assert (os.environ[HIGH], os.environ[LOW]) == ("1", "0.8")
 
 
 @pytest.mark.parametrize(
