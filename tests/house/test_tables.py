@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import tomllib
 from pathlib import Path
 from typing import get_args
 
@@ -16,7 +17,7 @@ from pippin.quantizers import QUANTIZERS
 from pippin.recipe_file import load_recipe
 from pippin.reference import option_text, pages, usage
 from pippin.stages.gates import MEASURES
-from pippin.targets import TARGETS
+from pippin.targets import EXTRAS, TARGETS
 
 ROOT = Path(__file__).parents[2]
 FROZEN = Path(__file__).with_name("options.json")
@@ -37,6 +38,15 @@ def test_table_equals_recipe_type(table, names):
     assert list(table) == sorted(table)
     for module in table.values():
         assert importlib.util.find_spec(module), f"{module} is not there"
+
+
+def test_every_target_has_a_page_and_an_extra():
+    assert [path.stem for path in sorted((ROOT / "docs/how-to").glob("deploy-*.md"))] == [
+        f"deploy-{target}" for target in TARGETS
+    ]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert EXTRAS.keys() == TARGETS.keys()
+    assert set(EXTRAS.values()) <= project["optional-dependencies"].keys()
 
 
 def test_every_gate_is_measured():

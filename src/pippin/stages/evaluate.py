@@ -19,7 +19,7 @@ from pippin.stages.answering import answer_all, compare, exact_match
 from pippin.stages.belonging import check_base
 from pippin.stages.exam import Asked, Exam, read_exam, shorten, within
 from pippin.stages.gates import check_gates, gate_of, limits
-from pippin.stages.loading import context_of, load_scorer
+from pippin.stages.loading import context_of, load_scorer, runtime_of
 from pippin.stages.scoring import Scored, Sheet, groups
 from pippin.stages.shipped import measure_shipped
 
@@ -40,6 +40,8 @@ def evaluate(job: Job) -> Iterator[Event]:
     for text in _check_adapter(job):
         yield Notice(stage=job.stage, text=text)
     scorer = load_scorer(job.inputs, job.recipe.model, job.recipe.evaluate.dtype)
+    if runtime := runtime_of(job.inputs):
+        yield Notice(stage=job.stage, text=f"the deployed file, run as {runtime}")
     sitting = _Sitting(job=job, exam=exam, tokenizer=tokenizer, scorer=scorer)
     headline: dict[str, Any] = {}
     with artifact.writing(job.folder, job.origin, headline) as folder:

@@ -19,7 +19,7 @@ from pippin.model.source import locate_adapter
 from pippin.model.tokenizer import Tokenizer, load_tokenizer
 from pippin.recipe import Data, Model, Recipe
 from pippin.stages.belonging import check_base
-from pippin.stages.loading import context_of, load_scorer
+from pippin.stages.loading import context_of, load_scorer, runtime_of
 from pippin.stages.newest import find
 from pippin.stages.speech import Detokenizer, Message, fit_messages
 
@@ -140,7 +140,9 @@ def load_speaker(
         loaded = load_adapter(found.inputs["adapter"])
         for text in check_base(loaded, found.inputs["model"], model_digest):
             notify(Notice(stage=STAGE, text=text))
-    notify(Notice(stage=STAGE, text=f"speaking: {found.title}"))
+    runtime = runtime_of(found.inputs)
+    how = "" if runtime is None else f", run as {runtime}"
+    notify(Notice(stage=STAGE, text=f"speaking: {found.title}{how}"))
     model = recipe.model if recipe else Model(source=str(folder))
     return Speaker(
         title=found.title,

@@ -72,6 +72,13 @@ def target_of(bundle: Path) -> str:
     return name
 
 
+def runtime_of(inputs: Mapping[str, Path]) -> str | None:
+    """What computes a deployed file here, in words; None for a model in the recipe's engine."""
+    if "bundle" not in inputs:
+        return None
+    return json.loads((inputs["bundle"] / DEPLOY_FILE).read_text()).get("runtime")
+
+
 def context_of(inputs: Mapping[str, Path]) -> int | None:
     """How many tokens the thing can hold at once; None where nothing says so."""
     if "bundle" in inputs:

@@ -27,7 +27,7 @@ from pippin.targets.families import refuse_family
 from pippin.targets.folder import Folder
 
 FILE = "model.aimodel"
-RUNTIME = "Core AI's runtime on this machine's CPU, in float32"
+RUNTIME = "a program of Core AI's own runtime, in float32 on the CPU"
 # The same codes and float32 on both sides.
 MAX_KL, MIN_TOP1 = 1e-4, 0.98
 

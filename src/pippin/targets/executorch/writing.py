@@ -30,6 +30,7 @@ from pippin.targets.families import refuse_family
 from pippin.targets.folder import Folder
 
 PROGRAM = "model.pte"
+RUNTIME = "a program of ExecuTorch's own runtime"
 
 
 def write(bundle: Bundle) -> Iterator[Event]:
@@ -66,6 +67,7 @@ def write(bundle: Bundle) -> Iterator[Event]:
         bundle,
         description
         | {
+            "runtime": RUNTIME,
             "backend": "xnnpack",
             "delegation": asdict(delegation),
             "check": asdict(figures),

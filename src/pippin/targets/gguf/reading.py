@@ -30,7 +30,7 @@ from pippin.targets.bundle import corpus, read_description
 from pippin.targets.gguf.tensors import places
 
 FILE = "model.gguf"
-RUNTIME = "the file's tensors, read back and dequantized, in PyTorch; llama.cpp itself was not run"
+RUNTIME = "its tensors, read back and dequantized, in PyTorch: llama.cpp itself was not run"
 _FAULT = "use the version of gguf that pippin names"
 
 

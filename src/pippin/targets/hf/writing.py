@@ -34,7 +34,7 @@ from pippin.targets.bundle import (
 from pippin.targets.hf.guide import guide
 from pippin.targets.hf.loading import open_folder
 
-RUNTIME = "transformers, in float32"
+RUNTIME = "a model of transformers, in float32"
 PACKED_BITS = (4, 8)
 # What was expanded is rounded to the model's own dtype once more.
 MAX_KL, MIN_TOP1 = 0.02, 0.95
