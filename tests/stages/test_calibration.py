@@ -126,6 +126,22 @@ def test_a_budget_below_what_codes_need_is_refused(place: Path, tmp_path: Path) 
         _run(place, tmp_path / "q", replace(SETTINGS, target_bits=2.5))
 
 
+def test_awq_folds_its_scales(place: Path, tmp_path: Path) -> None:
+    found = {}
+    for method in ("rtn", "awq"):
+        events = _run(place, tmp_path / method, replace(SETTINGS, method=method))
+        found[method] = _divergence(place, tmp_path / method)
+    assert found["awq"] < 0.9 * found["rtn"]
+    texts = [event.text for event in events if isinstance(event, Notice)]
+    assert "inputs of 12 linears are scaled" in texts
+    rows = {row["name"]: row for row in _report(tmp_path / "awq")["tensors"]}
+    methods = {
+        row["method"] for name, row in rows.items() if "o_proj" not in name and row["method"]
+    }
+    assert methods == {"awq", "rtn"}
+    assert rows["model.layers.0.self_attn.o_proj.weight"]["method"] == "rtn"
+
+
 def test_report_and_manifest(place: Path, tmp_path: Path) -> None:
     events = _run(place, tmp_path / "q")
     report = _report(tmp_path / "q")

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pippin.quantizers.hessian import Hessian
 
 QUANTIZERS = {
+    "awq": "pippin.quantizers.awq",
     "best": "pippin.quantizers.best",
     "gptq": "pippin.quantizers.gptq",
     "hqq": "pippin.quantizers.hqq",
@@ -21,7 +22,7 @@ QUANTIZERS = {
     "rtn": "pippin.quantizers.rtn",
 }
 # Those that need a Hessian of the inputs, and what rounds a tensor that has none.
-CALIBRATED = {"best": "mse", "gptq": "rtn"}
+CALIBRATED = {"awq": "rtn", "best": "mse", "gptq": "rtn"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,6 +14,7 @@ from pippin.model import names
 from pippin.model.quantized import dequantize, pack
 from pippin.model.weights import Checkpoint, Writer, is_finite, row_chunks
 from pippin.quantizers import CALIBRATED, Codes, Grid, Quantizer, load_quantizer
+from pippin.quantizers.awq import Folding
 from pippin.quantizers.choices import Choice
 from pippin.quantizers.hessian import Hessian
 
@@ -103,6 +104,7 @@ class Coder:
     checkpoint: Checkpoint
     writer: Writer
     method: str
+    folding: Folding = field(default_factory=Folding)
     quantizers: dict[str, Quantizer] = field(default_factory=dict)
 
     def write(self, name: str, choice: Choice, hessian: Hessian | None) -> Row:
@@ -112,7 +114,8 @@ class Coder:
             self._copy(name)
             bits = 8 * info.dtype.itemsize
             return Row(name=name, shape=info.shape, scheme="kept", bits=bits, note=choice.why)
-        method = self.method if hessian else CALIBRATED.get(self.method, self.method)
+        known = hessian is not None or name in self.folding.inputs
+        method = self.method if known else CALIBRATED.get(self.method, self.method)
         error = Error(hessian)
         self._write_codes(name, choice.grid, method, error)
         scheme = "symmetric" if choice.grid.symmetric else "affine"
@@ -138,7 +141,8 @@ class Coder:
         for start, stop in row_chunks(info, _CHUNK_BYTES):
             rows = self.checkpoint.read_rows(name, start, stop)
             refuse_infinite(name, is_finite(rows))
-            self.writer.write_rows(name, start, rows)
+            folded = self.folding.apply(name, start, rows)
+            self.writer.write_rows(name, start, folded.astype(rows.dtype, copy=False))
 
     def _write_codes(self, name: str, grid: Grid, method: str, error: Error) -> None:
         info, module = self.checkpoint.tensors[name], names.module(name)
@@ -146,7 +150,7 @@ class Coder:
         for start, stop in row_chunks(info, size):
             stored = self.checkpoint.read_rows(name, start, stop)
             refuse_infinite(name, is_finite(stored))
-            weight_OI = stored.astype(np.float32, copy=False)
+            weight_OI = self.folding.apply(name, start, stored).astype(np.float32, copy=False)
             codes = self._quantizer(method).quantize(weight_OI, grid, info.dtype, error.hessian)
             _refuse_overflow(name, codes)
             error.add(weight_OI, codes)

@@ -17,10 +17,12 @@ from pippin.model.quantized import bits_per_weight
 from pippin.model.source import copy_side_files
 from pippin.model.weights import Checkpoint, Writer
 from pippin.quantizers import CALIBRATED
+from pippin.quantizers.awq import Folding
 from pippin.quantizers.choices import Choice, choose_all, layout_specs, quantized_config
 from pippin.recipe import Quantize
 from pippin.stages.calibration import Calibration, calibrate, passes
 from pippin.stages.coding import Coder, Row
+from pippin.stages.folding import fold
 from pippin.stages.sharing import share_bits
 
 STAGE = "quantize"
@@ -45,12 +47,18 @@ def quantize(job: Job) -> Iterator[Event]:
     if work.calibration and settings.target_bits is not None:
         budget = share_bits(work.calibration, choices, work.parts, settings.target_bits)
         choices, summary["budget"] = budget.choices, budget.report
+    folding = Folding()
+    if work.calibration and settings.method == "awq":
+        folding = fold(work.calibration, choices, work.parts, config)
+        yield Notice(stage=STAGE, text=f"inputs of {len(folding.inputs)} linears are scaled")
     with artifact.writing(job.folder, job.origin, summary) as folder:
         write_raw(folder, quantized_config(config, choices, settings))
         copy_side_files(source, folder)
         rows: list[Row] = []
         with Writer(folder, layout_specs(checkpoint, choices)) as writer:
-            coder = Coder(checkpoint=checkpoint, writer=writer, method=settings.method)
+            coder = Coder(
+                checkpoint=checkpoint, writer=writer, method=settings.method, folding=folding
+            )
             for made in _write_all(coder, choices, work):
                 if isinstance(made, Notice):
                     yield made
@@ -113,6 +121,10 @@ def _write_all(coder: Coder, choices: dict[str, Choice], work: "_Work") -> Itera
             yield coder.write(name, choice, None)
     for part in work.parts:
         assert work.calibration is not None
+        if coder.method == "awq":  # what was read of the inputs lies in their scales
+            for name in part:
+                yield coder.write(name, choices[name], None)
+            continue
         unseen = [names.module(name) for name in work.calibration.unseen(part)]
         if unseen:
             yield Notice(stage=STAGE, text=_unseen(unseen, coder.method))
