@@ -249,6 +249,22 @@ def test_n_and_n_updates_are_2n(tmp_path: Path, fakes: Fakes, stop: int, every: 
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_scarce_memory_ends_it_with_its_work_saved(
+    tmp_path: Path, fakes: Fakes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, job = make_job(tmp_path / "whole"), make_job(tmp_path / "half")
+    list(train(whole))
+    free = iter([2**34] * 4 + [2**27])
+    with monkeypatch.context() as patch:
+        patch.setattr("pippin.stages.guard.memory", lambda: (2**34, next(free)))
+        with pytest.raises(PippinError) as caught:
+            list(train(job))
+    assert caught.value.message.startswith("stopped after update 5 of 12, a checkpoint is written")
+    assert "134 MB of memory are left, 0.8% of all" in caught.value.message
+    list(train(job))
+    assert trained(job) == trained(whole)
+
+
 def test_a_second_ctrl_c_at_once_is_the_same_one(tmp_path: Path, fakes: Fakes) -> None:
     fakes.script = Script(interrupt_at=4, signals=2)
     with pytest.raises(Interrupted, match="after update 4"):

@@ -18,6 +18,7 @@ from pippin.events import Event, Finished, Metric, Notice, Progress, Started
 from pippin.job import Job
 from pippin.recipe import Train
 from pippin.stages.checkpoints import METRICS, Position, Store, forget, work_folder
+from pippin.stages.guard import out_of_memory, scarcity
 from pippin.stages.interrupts import watching
 from pippin.stages.loading import open_engine
 from pippin.stages.outcome import first_weights, write_outcome
@@ -111,8 +112,11 @@ def _loop(run: _Run, position: Position) -> Generator[Event, None, Position]:
             position = yield from _update(run, position)
             if run.validates(position.step):
                 position = yield from _validate(run, position)
-            if watch.asked or run.saves(position):
+            scarce = None if run.over(position) else scarcity()
+            if watch.asked or scarce or run.saves(position):
                 run.store.save(position, run.trainer.state())
+            if scarce:
+                raise out_of_memory(scarce, position.step, run.material.total)
             if watch.asked:
                 raise Interrupted(
                     f"stopped after update {position.step} of {run.material.total}, "
