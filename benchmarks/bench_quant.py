@@ -71,6 +71,7 @@ ROWS: dict[str, dict[str, recipe.Quantize | Callable[[np.ndarray, int], np.ndarr
         "hqq, affine g64": replace(AFFINE, method="hqq"),
         "mse, affine g64": replace(AFFINE, method="mse"),
         "gptq, affine g64": replace(AFFINE, method="gptq"),
+        "awq, affine g64": replace(AFFINE, method="awq"),
         "best, inputs alike, affine g64": replace(AFFINE, importance="inputs"),
     },
     "quant-kl-4.25": {

@@ -85,7 +85,7 @@ def test_what_is_there_stays_and_what_cannot_be_is_named(
     monkeypatch.setattr(running, "stage_function", fake_stage)
     recipe = change(make_recipe(tmp_path), quantize={"scheme": "symmetric"})
     plan = make_plan(recipe, MACHINE)
-    with pytest.raises(PippinError, match="quantize best-4 needs"):
+    with pytest.raises(PippinError, match="quantize awq-4 needs"):
         list(compare(plan, [4]))
     list(run(plan))
     first, again = list(compare(plan, [4])), list(compare(plan, [4]))
