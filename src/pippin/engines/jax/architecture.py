@@ -25,7 +25,8 @@ class Spec:
     """One decoder, hashable: what compiled code is specialised on.
 
     `windows` and `rope_of` (an index into `ropes`) are by layer. `biases` are the linears of a
-    layer that have one. `gemma_norms` are scaled by 1 + weight, in float32.
+    layer that have one. `gemma_norms` are scaled by 1 + weight, in float32. Rope turns channel i
+    with i + C/2, or with its neighbour where it is `interleaved`.
     """
 
     num_layers: int
@@ -46,6 +47,7 @@ class Spec:
     qk_norms: bool = False
     post_norms: bool = False
     gemma_norms: bool = False
+    interleaved: bool = False
     embed_scale: float = 1.0
     softcap: float | None = None
     head_softcap: float | None = None

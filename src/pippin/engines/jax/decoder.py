@@ -7,6 +7,7 @@ Q kinds of rope.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -24,7 +25,7 @@ Project: TypeAlias = Callable[[str, Array], Array]
 Attend: TypeAlias = Callable[[Array, Array, Array], Array]
 
 EXACT = lax.Precision.HIGHEST  # float32 products stay float32 on hardware that would round them
-BLOCK = 512  # queries whose scores exist at once, in rows of up to 8 blocks
+BLOCK, BLOCKS = 128, 8  # fewest queries whose scores exist at once, most blocks of a row
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,7 +111,7 @@ def layer(spec: Spec, weights: Params, x_BTD: Array, tools: Tools) -> Array:
     if spec.qk_norms:
         q = norm(spec, q, weights["self_attn.q_norm.weight"])
         k = norm(spec, k, weights["self_attn.k_norm.weight"])
-    attended_BTHC = attend(rotate(q, turn), rotate(k, turn), v)
+    attended_BTHC = attend(rotate(spec, q, turn), rotate(spec, k, turn), v)
     y_BTD = project("self_attn.o_proj", attended_BTHC.reshape(*x_BTD.shape[:2], -1))
     if spec.post_norms:
         y_BTD = norm(spec, y_BTD, weights["post_attention_layernorm.weight"])
@@ -179,55 +180,83 @@ def rotations(spec: Spec, positions_BT: Array, dtype: Any) -> Rotations:
     angles = (
         positions_BT[None, :, :, None, None].astype(jnp.float32) * frequencies[:, None, None, None]
     )
-    angles = jnp.concatenate([angles, angles], -1)
+    angles = jnp.repeat(angles, 2, -1) if spec.interleaved else jnp.concatenate([angles] * 2, -1)
     scale = factors[:, None, None, None, None]
     return Rotations(
         (jnp.cos(angles) * scale).astype(dtype), (jnp.sin(angles) * scale).astype(dtype)
     )
 
 
-def rotate(x: Array, turn: tuple[Array, Array]) -> Array:
-    """Turn channel i with channel i + C/2."""
-    left, right = jnp.split(x, 2, -1)
-    return x * turn[0] + jnp.concatenate([-right, left], -1) * turn[1]
+def rotate(spec: Spec, x: Array, turn: tuple[Array, Array]) -> Array:
+    """Turn channel i with channel i + C/2, or channels 2i and 2i + 1 with each other."""
+    if spec.interleaved:
+        turned = jnp.stack([-x[..., 1::2], x[..., ::2]], -1).reshape(x.shape)
+    else:
+        left, right = jnp.split(x, 2, -1)
+        turned = jnp.concatenate([-right, left], -1)
+    return x * turn[0] + turned * turn[1]
 
 
 def row_attention(spec: Spec, segments_BT: Array, window: Array) -> Attend:
-    """Exact attention over packed rows: blocks of queries against all keys up to their end.
+    """Exact attention over packed rows, a block of queries at a time.
 
-    Scores are computed again for the backward pass: memory is that of one block.
+    A block whose samples begin in it or in the block before looks at these two alone, another one
+    at all keys up to its end. Scores are computed again for the backward pass: memory is that of
+    one block.
     """
     length = segments_BT.shape[1]
-    block = max(BLOCK, -(-length // 8))
+    block = max(BLOCK, -(-length // BLOCKS))
 
-    def one(q: Array, k: Array, v: Array, start: int) -> Array:
-        stop = start + q.shape[1]
-        distance_TS = jnp.arange(start, stop)[:, None] - jnp.arange(stop)[None, :]
+    @partial(jax.checkpoint, static_argnums=(3, 4), prevent_cse=False)
+    def among(q: Array, k: Array, v: Array, start: int, first: int) -> Array:
+        """`q` from column `start` on, keys from column `first` on."""
+        query_T, key_S = start + jnp.arange(q.shape[1]), first + jnp.arange(k.shape[1])
+        distance_TS = query_T[:, None] - key_S[None]
         seen_TS = (distance_TS >= 0) & (distance_TS < window)
-        same_BTS = segments_BT[:, start:stop, None] == segments_BT[:, None, :stop]
+        same_BTS = segments_BT[:, query_T, None] == segments_BT[:, None, key_S]
         return scores_to_values(spec, q, k, v, seen_TS[None] & same_BTS)
 
+    def attend_block(q: Array, k: Array, v: Array, start: int) -> Array:
+        first, stop = max(0, start - block), min(start + block, length)
+        sides = q[:, start:stop], k[:, :stop], v[:, :stop]
+        if first == 0:
+            return among(*sides, start, 0)
+        begins = segments_BT[:, start]
+        longer = ((begins == segments_BT[:, first - 1]) & (begins > 0)).any()
+        return lax.cond(
+            longer,
+            lambda q, k, v: among(q, k, v, start, 0),
+            lambda q, k, v: among(q, k[:, first:], v[:, first:], start, first),
+            *sides,
+        )
+
     def attend(q: Array, k: Array, v: Array) -> Array:
-        again = jax.checkpoint(one, static_argnums=3, prevent_cse=False)
-        starts = range(0, length, block)
-        outs = [again(q[:, a : a + block], k[:, : a + block], v[:, : a + block], a) for a in starts]
+        outs = [attend_block(q, k, v, start) for start in range(0, length, block)]
         return checkpoint_name(jnp.concatenate(outs, 1), "attended")
 
     return attend
 
 
 def scores_to_values(spec: Spec, q: Array, k: Array, v: Array, seen_BTS: Array) -> Array:
-    """(B, T, H, C) x (B, S, K, C) -> (B, T, H, C); softmax in float32 over what is seen."""
-    grouped = q.reshape(*q.shape[:2], spec.num_kv_heads, -1, spec.head_dim)
-    scores = jnp.einsum(
-        "btkgc,bskc->bkgts", grouped, k, precision=EXACT, preferred_element_type=jnp.float32
-    )
-    scores = scores * spec.scale
+    """(B, T, H, C) x (B, S, K, C) -> (B, T, H, C); softmax in float32 over what is seen.
+
+    The queries of a kv head are the rows of one product.
+    """
+    (b, t, _, c), s, kv = q.shape, k.shape[1], spec.num_kv_heads
+    grouped = q.reshape(b, t, kv, -1, c).transpose(0, 2, 3, 1, 4).reshape(b, kv, -1, c)
+    keys, values = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
+    scores = exact_product(grouped, keys).reshape(b, kv, -1, t, s) * spec.scale
     if spec.softcap is not None:
         scores = spec.softcap * jnp.tanh(scores / spec.softcap)
     scores = jnp.where(seen_BTS[:, None, None], scores, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores, -1).astype(v.dtype)
-    return jnp.einsum("bkgts,bskc->btkgc", weights, v, precision=EXACT).reshape(q.shape)
+    weights = jax.nn.softmax(scores, -1).astype(v.dtype).reshape(b, kv, -1, s)
+    out = jnp.matmul(weights, values, precision=EXACT).reshape(b, kv, -1, t, c)
+    return out.transpose(0, 3, 1, 2, 4).reshape(q.shape)
+
+
+def exact_product(a: Array, b: Array) -> Array:
+    """a @ b, summed and returned in float32."""
+    return jnp.matmul(a, b, precision=EXACT, preferred_element_type=jnp.float32)
 
 
 def head_weight(params: Params) -> Array:

@@ -12,14 +12,15 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pippin.engines.jax.architecture import Spec
-from pippin.engines.jax.decoder import EXACT, logits
+from pippin.engines.jax.decoder import EXACT, exact_product, logits
 
 CHUNK_BYTES = 1 << 25
 
 
 def chunk_size(spec: Spec) -> int:
-    """Positions at a time: float32 logits of about 32 MiB."""
-    return max(16, min(512, CHUNK_BYTES // (4 * spec.vocab_size)) // 16 * 16)
+    """Positions at a time, a power of two: float32 logits of up to 32 MiB."""
+    most = max(16, min(512, CHUNK_BYTES // (4 * spec.vocab_size)))
+    return 1 << (most.bit_length() - 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +68,7 @@ def _forward(
         d_hidden_CD = jnp.matmul(d_CV, weight_VD, precision=EXACT)
         d_hidden_SD = lax.dynamic_update_slice(d_hidden_SD, d_hidden_CD, (number * size, 0))
         if trained:
-            d_weight_VD = d_weight_VD + _exact_product(d_CV.T, hidden_CD)
+            d_weight_VD = d_weight_VD + exact_product(d_CV.T, hidden_CD)
         return loss + _losses(logits_CV, targets_C, valid_C), d_hidden_SD, d_weight_VD
 
     loss, *grads = lax.fori_loop(0, _chunks(count, size), add, start)
@@ -82,10 +83,6 @@ def _backward(head: Head, saved: Any, upstream: Array) -> tuple[Any, ...]:
 
 
 head_loss.defvjp(_forward, _backward)
-
-
-def _exact_product(a: Array, b: Array) -> Array:
-    return jnp.matmul(a, b, precision=EXACT, preferred_element_type=jnp.float32)
 
 
 def _chunks(count: Array, size: int) -> Array:

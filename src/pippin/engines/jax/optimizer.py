@@ -44,9 +44,13 @@ class Masters(NamedTuple):
 
 
 def first_masters(adam: Adam, weights: Tree) -> Masters:
-    """Moments of zero; a copy of the weights, which updates overwrite."""
+    """Moments of zero; a copy of the weights, which updates overwrite.
+
+    All are committed to the weights' device, as updates leave them: the step is compiled once.
+    """
+    device = jax.tree.leaves(weights)[0].sharding
     masters = jax.tree.map(lambda w: jnp.array(w, jnp.float32), weights)
-    return Masters(masters, adam.rule().init(masters))
+    return jax.device_put(Masters(masters, adam.rule().init(masters)), device)
 
 
 def update(

@@ -113,7 +113,8 @@ class JaxTrainer:
         weights, mu, nu = (self._placed(_part(state, part, self.trainable)) for part in parts)
         self.steps, self.updates = int(state["steps"][0]), int(state["updates"][0])
         adam, rest = self.masters.moments
-        adam = adam._replace(mu=mu, nu=nu, count=jnp.array(self.updates, adam.count.dtype))
+        count = np.asarray(self.updates, adam.count.dtype)
+        adam = adam._replace(mu=mu, nu=nu, count=jax.device_put(count, adam.count.sharding))
         self.masters = Masters(weights, (adam, rest))
         self._unmoved = self._unmoved if self.updates < 2 else set()
 
