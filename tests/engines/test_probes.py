@@ -4,6 +4,7 @@ import pytest
 import torch
 from tests.engines import faults
 from tests.engines.faults import Fault, patched
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pippin.check import Shapes
 from pippin.check.judge import judge
@@ -34,6 +35,8 @@ FAULTS = {
     "attention.gradients": fault(
         "_scaled_dot_product_flash_attention_for_cpu_backward", faults.scaled
     ),
+    "attention.memory, inference": lambda: sdpa_kernel(SDPBackend.MATH),
+    "attention.memory, training": lambda: sdpa_kernel(SDPBackend.MATH),
     "product.plain": fault(PRODUCTS, faults.tail_lost),
     "product.long inner": fault(PRODUCTS, faults.long_inner),
     "product.batched inner": fault(PRODUCTS, faults.long_inner),

@@ -7,6 +7,7 @@ from pippin.check import Probe, Shapes
 # Each module has FAMILIES, in the order of the table.
 MODULES = (
     "attention",
+    "footprint",
     "products",
     "gradients",
     "quantized",
