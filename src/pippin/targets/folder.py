@@ -34,8 +34,7 @@ class Affine:
     @property
     def symmetric(self) -> bool:
         """Whether every bias stands for a code in the middle."""
-        half = 2 ** (self.bits - 1)
-        return bool((self.biases_OG == self.scales_OG * np.float32(-half)).all())
+        return _is_symmetric(self.bits, self.scales_OG, self.biases_OG)
 
     @property
     def signed(self) -> NDArray[np.int8]:
@@ -66,21 +65,32 @@ class Folder:
         """True where the module's weight is stored as codes."""
         return f"{module}.scales" in self._checkpoint.tensors
 
+    def grid(self, module: str) -> tuple[int, bool]:
+        """Bits of a quantized module's codes, and whether they are symmetric."""
+        bits = self._bits(module)
+        return bits, _is_symmetric(bits, *self._scales(module))
+
     def affine(self, module: str) -> Affine:
         """The codes, scales and biases of a quantized module, bit for bit."""
-        grid = layout(self.config, module)
-        assert grid is not None, module
-        packed = self._read(f"{module}.weight")
-        scales_OG = self._read(f"{module}.scales").astype(np.float32)
-        biases_OG = self._read(f"{module}.biases").astype(np.float32)
+        packed, bits = self._read(f"{module}.weight"), self._bits(module)
+        scales_OG, biases_OG = self._scales(module)
         if _constant(scales_OG) and _constant(biases_OG):
             scales_OG, biases_OG = scales_OG[:, :1].copy(), biases_OG[:, :1].copy()
         return Affine(
-            bits=grid.bits,
-            codes_OI=unpack(packed, grid.bits, packed.shape[1] * 32 // grid.bits),
+            bits=bits,
+            codes_OI=unpack(packed, bits, packed.shape[1] * 32 // bits),
             scales_OG=scales_OG,
             biases_OG=biases_OG,
         )
+
+    def _bits(self, module: str) -> int:
+        grid = layout(self.config, module)
+        assert grid is not None, module
+        return grid.bits
+
+    def _scales(self, module: str) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        scales_OG, biases_OG = self._read(f"{module}.scales"), self._read(f"{module}.biases")
+        return scales_OG.astype(np.float32), biases_OG.astype(np.float32)
 
     def _read(self, name: str) -> NDArray[Any]:
         if name not in self._checkpoint.tensors:
@@ -92,3 +102,9 @@ class Folder:
 
 def _constant(values_OG: NDArray[np.float32]) -> bool:
     return bool((values_OG == values_OG[:, :1]).all())
+
+
+def _is_symmetric(
+    bits: int, scales_OG: NDArray[np.float32], biases_OG: NDArray[np.float32]
+) -> bool:
+    return bool((biases_OG == scales_OG * np.float32(-(2 ** (bits - 1)))).all())

@@ -7,13 +7,13 @@ one word (https://github.com/ggml-org/ggml, ggml-common.h).
 Shape letters: O outputs, I inputs, G groups, N blocks of a row, B weights of a block.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pippin.errors import ModelError
+from pippin.targets.folder import Affine
 
 BLOCK = 32
 _SYMMETRIC = {2: "Q4_0", 3: "Q4_0", 4: "Q4_0", 5: "Q5_0", 6: "Q8_0", 8: "Q8_0"}
@@ -21,61 +21,50 @@ _AFFINE = {2: "Q4_1", 3: "Q4_1", 4: "Q4_1", 5: "Q5_1"}
 _BITS = {"Q4_0": 4, "Q4_1": 4, "Q5_0": 5, "Q5_1": 5, "Q8_0": 8}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stored:
-    """A quantized matrix: codes (O, I) uint8, scales and biases (O, G) in float32."""
-
-    name: str
-    bits: int
-    codes_OI: NDArray[np.uint8]
-    scales_OG: NDArray[np.float32]
-    biases_OG: NDArray[np.float32]
-
-
-def block_type(bits: int, scales_OG: NDArray[np.float32], biases_OG: NDArray[np.float32]) -> str:
+def block_type(bits: int, symmetric: bool) -> str:
     """The smallest of GGML's types that holds such codes exactly; "" where there is none."""
-    symmetric = bool((biases_OG == scales_OG * -(2 ** (bits - 1))).all())
     return (_SYMMETRIC if symmetric else _AFFINE).get(bits, "")
 
 
-def pack_blocks(stored: Stored, kind: str) -> NDArray[np.uint8]:
-    """The rows' bytes in the type that `block_type` gave, (O, bytes).
+def pack_blocks(name: str, matrix: Affine) -> NDArray[np.uint8]:
+    """The rows' bytes in the type that `block_type` gives, (O, bytes).
 
     Raises ModelError for scales that float16 would round.
     """
-    rows, inputs = stored.codes_OI.shape
-    affine, codes_OI = kind in _AFFINE.values(), stored.codes_OI
-    neutral = 0 if affine else 2 ** (stored.bits - 1)
-    heads = [_halves(stored, _used(stored, neutral))]
-    if affine:
-        heads.append(_halves(stored, stored.biases_OG))
-    else:
+    rows, inputs = matrix.codes_OI.shape
+    symmetric, bits = matrix.symmetric, matrix.bits
+    stored_bits = _BITS[block_type(bits, symmetric)]
+    codes_OI, neutral = matrix.codes_OI, 2 ** (bits - 1) if symmetric else 0
+    heads = [_halves(name, _used_scales(matrix, neutral), inputs)]
+    if symmetric:
         # GGML's symmetric codes count from the middle of its own range.
-        codes_OI = codes_OI + np.uint8(2 ** (_BITS[kind] - 1) - 2 ** (stored.bits - 1))
-    body = _body(codes_OI.reshape(rows, inputs // BLOCK, BLOCK), _BITS[kind])
+        codes_OI = codes_OI + np.uint8(2 ** (stored_bits - 1) - neutral)
+    else:
+        heads.append(_halves(name, matrix.biases_OG, inputs))
+    body = _body(codes_OI.reshape(rows, inputs // BLOCK, BLOCK), stored_bits)
     return np.concatenate([*heads, *body], -1).reshape(rows, -1)
 
 
-def _used(stored: Stored, neutral: int) -> NDArray[np.float32]:
+def _used_scales(matrix: Affine, neutral: int) -> NDArray[np.float32]:
     """The scales, 0 for a group of nothing but neutral codes: an empty row's is too small."""
-    rows, groups = stored.scales_OG.shape
-    unused_OG = (stored.codes_OI.reshape(rows, groups, -1) == neutral).all(-1)
-    return np.where(unused_OG, np.float32(0), stored.scales_OG)
+    rows, groups = matrix.scales_OG.shape
+    unused_OG = (matrix.codes_OI.reshape(rows, groups, -1) == neutral).all(-1)
+    return np.where(unused_OG, np.float32(0), matrix.scales_OG)
 
 
-def _halves(stored: Stored, values_OG: NDArray[np.float32]) -> NDArray[np.uint8]:
-    """A value for each block, as the two bytes of a float16: (O, N, 2)."""
+def _halves(name: str, values_OG: NDArray[np.float32], inputs: int) -> NDArray[np.uint8]:
+    """A value for each block of a row, as the two bytes of a float16: (O, N, 2)."""
     with np.errstate(over="ignore"):
         halves_OG = values_OG.astype(np.float16)
     rounded = int((halves_OG.astype(np.float32) != values_OG).sum())
     if rounded:
         raise ModelError(
-            f"gguf: {rounded} of {values_OG.size} group scales of {stored.name} are no float16, "
+            f"gguf: {rounded} of {values_OG.size} group scales of {name} are no float16, "
             "which GGUF stores",
-            f'set quantize.keep = ["{stored.name}"]: its weights are too small or too large',
+            f'set quantize.keep = ["{name}"]: its weights are too small or too large',
         )
     rows, groups = values_OG.shape
-    blocks_ON = np.repeat(halves_OG, stored.codes_OI.shape[1] // BLOCK // groups, axis=1)
+    blocks_ON = np.repeat(halves_OG, inputs // BLOCK // groups, axis=1)
     return blocks_ON.view(np.uint8).reshape(rows, -1, 2)
 
 

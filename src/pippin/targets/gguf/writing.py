@@ -13,7 +13,6 @@ import numpy as np
 
 from pippin.errors import ModelError
 from pippin.events import Event, Progress
-from pippin.model.quantized import DenseView
 from pippin.model.tokenizer import Tokenizer, load_tokenizer
 from pippin.targets import Bundle
 from pippin.targets.bundle import (
@@ -25,7 +24,7 @@ from pippin.targets.bundle import (
 )
 from pippin.targets.gguf import reading
 from pippin.targets.gguf.constraint import refuse_model
-from pippin.targets.gguf.encoding import Entry, encode, entries
+from pippin.targets.gguf.encoding import Encoder, Entry
 from pippin.targets.gguf.guide import guide
 from pippin.targets.gguf.metadata import add_figures, rope_factors
 from pippin.targets.gguf.tensors import ROPE_FACTORS, architecture
@@ -43,14 +42,14 @@ def write(bundle: Bundle) -> Iterator[Event]:
     for refusal in refuse_model(bundle.quantized):
         raise ModelError(*refusal)
     require_context(bundle)
-    tokenizer, view = load_tokenizer(bundle.quantized), DenseView(bundle.quantized)
-    found = entries(view)
+    tokenizer, encoder = load_tokenizer(bundle.quantized), Encoder(bundle.quantized)
+    found = encoder.entries()
     yield from (notice("gguf", text) for text in _widened(found))
     path = bundle.folder / reading.FILE
-    for done, _ in enumerate(_write_file(path, view, tokenizer, found), 1):
+    for done, _ in enumerate(_write_file(path, encoder, tokenizer, found), 1):
         yield Progress(stage="deploy", done=done, values={})
     check: dict[str, Any] = {"types": dict(Counter(entry.kind for entry in found))}
-    check["equal_tensors"] = reading.require_equal_tensors(path, view)
+    check["equal_tensors"] = reading.require_equal_tensors(path, encoder.view)
     check |= reading.require_equal_tokens(path, tokenizer)
     copy_side_files(bundle)
     description = describe(bundle, "gguf", tokenizer, {reading.FILE: "weights and tokenizer"})
@@ -58,26 +57,27 @@ def write(bundle: Bundle) -> Iterator[Event]:
 
 
 def _write_file(
-    path: Path, view: DenseView, tokenizer: Tokenizer, found: list[Entry]
+    path: Path, encoder: Encoder, tokenizer: Tokenizer, found: list[Entry]
 ) -> Iterator[Entry]:
     """Each entry when it is written: the header says where all are, then they follow in turn."""
-    writer = gguf.GGUFWriter(path, architecture(view.config))
+    config = encoder.view.config
+    writer = gguf.GGUFWriter(path, architecture(config))
     try:
-        add_figures(writer, view.config, _file_type(found))
-        add_vocabulary(writer, tokenizer, view.config.vocab_size)
+        add_figures(writer, config, _file_type(found))
+        add_vocabulary(writer, tokenizer, config.vocab_size)
         for entry in found:
             size = int(np.prod(entry.byte_shape))
             writer.add_tensor_info(
                 entry.place.name, entry.byte_shape, np.dtype(np.uint8), size, entry.type
             )
-        factors_C = rope_factors(view.config)
+        factors_C = rope_factors(config)
         if factors_C is not None:
             writer.add_tensor_info(ROPE_FACTORS, factors_C.shape, factors_C.dtype, factors_C.nbytes)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for entry in found:
-            writer.write_tensor_data(encode(view, entry))
+            writer.write_tensor_data(encoder.encode(entry))
             yield entry
         if factors_C is not None:
             writer.write_tensor_data(factors_C)
@@ -95,6 +95,6 @@ def _file_type(found: list[Entry]) -> gguf.LlamaFileType:
 def _widened(found: list[Entry]) -> Iterator[str]:
     """What takes more bits in the file than in the folder, in words."""
     for bits in (2, 3, 6):
-        kinds = [e.kind for e in found if e.grid is not None and e.grid.bits == bits]
+        kinds = [e.kind for e in found if e.bits == bits]
         if kinds:
             yield f"{len(kinds)} tensors of {bits} bits are stored as {kinds[0]}, without loss"

@@ -2,8 +2,6 @@
 
 Its packing of symmetric codes is that of our layout, so a packed tensor is copied as it is; a
 scheme names the linears that have it (https://github.com/vllm-project/compressed-tensors).
-
-Shape letters: O outputs, I inputs, G groups, P packed words.
 """
 
 from collections import defaultdict
@@ -31,6 +29,7 @@ from pippin.targets.bundle import (
     notice,
     require_context,
 )
+from pippin.targets.folder import Folder
 from pippin.targets.hf.guide import guide
 from pippin.targets.hf.loading import open_folder
 
@@ -47,7 +46,7 @@ def write(bundle: Bundle) -> Iterator[Event]:
     """
     context, tokenizer = require_context(bundle), load_tokenizer(bundle.quantized)
     view = DenseView(bundle.quantized)
-    packed = _packed(view)
+    packed = _packed(view, Folder(bundle.quantized))
     copy_side_files(bundle)
     raw = without_quantization(read_raw(bundle.quantized))
     schemes = {"quantization_config": _schemes(view, packed)} if packed else {}
@@ -65,17 +64,18 @@ def write(bundle: Bundle) -> Iterator[Event]:
     finish(bundle, description | {"runtime": RUNTIME, "check": check, **counts}, guide)
 
 
-def _packed(view: DenseView) -> dict[str, Grid]:
+def _packed(view: DenseView, folder: Folder) -> dict[str, Grid]:
     """The modules whose codes compressed-tensors holds: symmetric linears of 4 or 8 bits."""
     found = {}
     for name, spec in view.tensors.items():
         module = names.module(name)
         # Its readers leave a head as it is.
         linear = names.is_linear(name, spec.shape) and not names.is_head(module)
-        if not linear or not _is_quantized(view, name):
-            continue
         grid = layout(view.config, module)
-        if grid is not None and grid.bits in PACKED_BITS and _is_symmetric(view, module, grid.bits):
+        if not linear or grid is None or not folder.is_quantized(module):
+            continue
+        bits, symmetric = folder.grid(module)
+        if symmetric and bits in PACKED_BITS:
             found[module] = grid
     return found
 
@@ -148,10 +148,3 @@ def _packed_tensors(view: DenseView, module: str) -> dict[str, NDArray[Any]]:
 
 def _is_quantized(view: DenseView, name: str) -> bool:
     return name.endswith(".weight") and f"{names.module(name)}.scales" in view.checkpoint.tensors
-
-
-def _is_symmetric(view: DenseView, module: str, bits: int) -> bool:
-    scales_OG, biases_OG = (
-        view.checkpoint.read(f"{module}.{kind}").astype(np.float32) for kind in ("scales", "biases")
-    )
-    return bool((biases_OG == scales_OG * np.float32(-(2 ** (bits - 1)))).all())
