@@ -27,6 +27,8 @@ from pippin.model.weights import Checkpoint
 from pippin.quantizers.choices import choose_all
 from pippin.recipe import Data, Model, Quantize, Recipe
 from pippin.stages.calibration import Calibration, draw, passes
+from pippin.stages.coding import Coder, Row
+from pippin.stages.layers_done import LayersDone
 from pippin.stages.quantize import quantize
 from pippin.steps import make_steps
 
@@ -124,6 +126,55 @@ def test_bits_are_shared_out_under_a_budget(place: Path, tmp_path: Path) -> None
 def test_a_budget_below_what_codes_need_is_refused(place: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"target_bits = 2.5: 3 bits is the least"):
         _run(place, tmp_path / "q", replace(SETTINGS, target_bits=2.5))
+
+
+def test_a_kill_loses_one_layer_at_most(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _run(place, tmp_path / "whole")
+    written, write = [], Coder.write
+
+    def until_killed(self: Coder, name: str, *rest: Any) -> Any:
+        if name == "model.layers.1.self_attn.v_proj.weight":
+            raise KeyboardInterrupt
+        return write(self, name, *rest)
+
+    def noted(self: Coder, name: str, *rest: Any) -> Any:
+        written.append(name)
+        return write(self, name, *rest)
+
+    monkeypatch.setattr(Coder, "write", until_killed)
+    with pytest.raises(KeyboardInterrupt):
+        _run(place, tmp_path / "cut")
+    assert not (tmp_path / "cut").exists()
+    monkeypatch.setattr(Coder, "write", noted)
+    _run(place, tmp_path / "cut")
+    assert not any("layers.0" in name and "proj" in name for name in written)
+    assert sum("layers.1" in name and "proj" in name for name in written) == 7
+    assert _bytes(tmp_path / "cut") == _bytes(tmp_path / "whole")
+    assert _report(tmp_path / "cut")["tensors"] == _report(tmp_path / "whole")["tensors"]
+    assert list(tmp_path.glob(".*")) == []
+
+
+@pytest.mark.parametrize("change", ["settings", "damage"])
+def test_layers_of_other_settings_or_damaged_are_made_again(
+    place: Path, tmp_path: Path, change: str
+) -> None:
+    row = Row(name="a.weight", shape=(1, 32), scheme="affine", bits=4)
+    origin = Origin(stage="quantize", inputs={}, settings={"bits": 4}, versions={})
+    done = LayersDone(folder=tmp_path / "work", origin=origin)
+    done.add(row, {"a.weight": np.zeros((1, 4), np.uint32)})
+    done.flush(0)
+    assert set(LayersDone(folder=tmp_path / "work", origin=origin).found) == {"a.weight"}
+    if change == "settings":
+        origin = replace(origin, settings={"bits": 8})
+    else:
+        with (tmp_path / "work" / "layer-0000" / "state.safetensors").open("r+b") as file:
+            file.seek(-1, 2)
+            file.write(b"x")
+    assert not LayersDone(folder=tmp_path / "work", origin=origin).found
+    done.forget()
+    assert not (tmp_path / "work").exists()
 
 
 def test_awq_folds_its_scales(place: Path, tmp_path: Path) -> None:

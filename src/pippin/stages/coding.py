@@ -5,6 +5,7 @@ Shape letters: O output features, I input features.
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -99,13 +100,17 @@ def _ratio(noise: float, signal: float) -> float:
 
 @dataclass(kw_only=True)
 class Coder:
-    """Writes every tensor of a checkpoint as its choice says, by one method."""
+    """Writes every tensor of a checkpoint as its choice says, by one method.
+
+    `parts` are what was written of the last tensor, in chunks, where it was calibrated.
+    """
 
     checkpoint: Checkpoint
     writer: Writer
     method: str
     folding: Folding = field(default_factory=Folding)
     quantizers: dict[str, Quantizer] = field(default_factory=dict)
+    parts: dict[str, list[NDArray[Any]]] = field(default_factory=dict)
 
     def write(self, name: str, choice: Choice, hessian: Hessian | None) -> Row:
         """Copy or quantize one tensor. Raises ModelError for weights that are not finite."""
@@ -146,6 +151,7 @@ class Coder:
 
     def _write_codes(self, name: str, grid: Grid, method: str, error: Error) -> None:
         info, module = self.checkpoint.tensors[name], names.module(name)
+        self.parts = {}
         size = _CALIBRATED_CHUNK_BYTES if error.hessian else _CHUNK_BYTES
         for start, stop in row_chunks(info, size):
             stored = self.checkpoint.read_rows(name, start, stop)
@@ -157,9 +163,12 @@ class Coder:
             if error.hessian:
                 plain = self._quantizer("rtn").quantize(weight_OI, grid, info.dtype)
                 error.compare(weight_OI, plain)
-            self.writer.write_rows(name, start, pack(codes.codes_OI, grid.bits))
-            self.writer.write_rows(f"{module}.scales", start, codes.scales_OG)
-            self.writer.write_rows(f"{module}.biases", start, codes.biases_OG)
+            packed = {name: pack(codes.codes_OI, grid.bits)}
+            packed |= {f"{module}.scales": codes.scales_OG, f"{module}.biases": codes.biases_OG}
+            for part, rows in packed.items():
+                self.writer.write_rows(part, start, rows)
+                if error.hessian:
+                    self.parts.setdefault(part, []).append(rows)
 
     def _quantizer(self, method: str) -> Quantizer:
         if method not in self.quantizers:

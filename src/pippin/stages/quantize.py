@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from pippin import artifact, memory
 from pippin.errors import ModelError
 from pippin.events import Event, Finished, Notice, Progress, Started
@@ -21,8 +23,10 @@ from pippin.quantizers.awq import Folding
 from pippin.quantizers.choices import Choice, choose_all, layout_specs, quantized_config
 from pippin.recipe import Quantize
 from pippin.stages.calibration import Calibration, calibrate, passes
+from pippin.stages.checkpoints import work_folder
 from pippin.stages.coding import Coder, Row
 from pippin.stages.folding import fold
+from pippin.stages.layers_done import LayersDone
 from pippin.stages.sharing import share_bits
 
 STAGE = "quantize"
@@ -55,11 +59,12 @@ def quantize(job: Job) -> Iterator[Event]:
         write_raw(folder, quantized_config(config, choices, settings))
         copy_side_files(source, folder)
         rows: list[Row] = []
+        done = LayersDone(folder=work_folder(job.folder), origin=job.origin)
         with Writer(folder, layout_specs(checkpoint, choices)) as writer:
             coder = Coder(
                 checkpoint=checkpoint, writer=writer, method=settings.method, folding=folding
             )
-            for made in _write_all(coder, choices, work):
+            for made in _write_all(coder, choices, work, done):
                 if isinstance(made, Notice):
                     yield made
                     continue
@@ -70,6 +75,7 @@ def quantize(job: Job) -> Iterator[Event]:
         summary["seconds"] = round(time.monotonic() - began, 2)
         report = {**summary, "method": settings.method, "tensors": [asdict(row) for row in rows]}
         (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n")
+    done.forget()
     yield Finished(stage=STAGE, folder=str(job.folder), summary=summary)
 
 
@@ -113,23 +119,49 @@ def refuse_quantized(folder: Path, config: ModelConfig) -> None:
         )
 
 
-def _write_all(coder: Coder, choices: dict[str, Choice], work: "_Work") -> Iterator[Row | Notice]:
+def _write_all(
+    coder: Coder, choices: dict[str, Choice], work: "_Work", done: LayersDone
+) -> Iterator[Row | Notice]:
     """Every tensor; those without a Hessian first, the others layer by layer."""
     asked = {name for part in work.parts for name in part}
     for name, choice in choices.items():
-        if name not in asked:
+        if name not in asked or coder.method == "awq":  # its scales hold what was read of inputs
             yield coder.write(name, choice, None)
+    if coder.method == "awq":
+        return
+    found = [n for n, (row, _) in done.found.items() if row.bits == _bits(choices[n])]
+    if found:
+        yield Notice(stage=STAGE, text=f"{len(found)} tensors were finished before")
     for part in work.parts:
-        assert work.calibration is not None
-        if coder.method == "awq":  # what was read of the inputs lies in their scales
-            for name in part:
-                yield coder.write(name, choices[name], None)
-            continue
-        unseen = [names.module(name) for name in work.calibration.unseen(part)]
-        if unseen:
-            yield Notice(stage=STAGE, text=_unseen(unseen, coder.method))
-        for name, hessian in work.calibration.hessians(part):
-            yield coder.write(name, choices[name], hessian)
+        left = {name: linear for name, linear in part.items() if name not in found}
+        for name in [name for name in part if name not in left]:
+            yield done.restore(name, coder)
+        if left:
+            yield from _calibrated(coder, choices, left, work, done)
+
+
+def _calibrated(
+    coder: Coder, choices: dict[str, Choice], part: dict[str, str], work: "_Work", done: LayersDone
+) -> Iterator[Row | Notice]:
+    """The tensors of a part; every finished layer is kept."""
+    assert work.calibration is not None
+    unseen = [names.module(name) for name in work.calibration.unseen(part)]
+    if unseen:
+        yield Notice(stage=STAGE, text=_unseen(unseen, coder.method))
+    layer = names.layer(next(iter(part)))
+    for name, hessian in work.calibration.hessians(part):
+        if names.layer(name) != layer:
+            done.flush(layer)
+            layer = names.layer(name)
+        row = coder.write(name, choices[name], hessian)
+        if hessian:
+            done.add(row, {key: np.concatenate(rows) for key, rows in coder.parts.items()})
+        yield row
+    done.flush(layer)
+
+
+def _bits(choice: Choice) -> int | None:
+    return choice.grid.bits if choice.grid else None
 
 
 def _unseen(modules: list[str], method: str) -> str:
