@@ -41,7 +41,7 @@ class Kernels(TorchDispatchMode):
             return state.place(out, MPS)
         inputs = tensors((args, kwargs))
         on_mps = [tensor in state.tags for tensor in inputs]
-        whole = any(on_mps) and state.rules.native(func)
+        whole = any(on_mps) and state.rules.whole(func)
         if has_kernel(func.name(), "CompositeImplicitAutograd") and not whole:
             with self:
                 out = func.decompose(*args, **kwargs)

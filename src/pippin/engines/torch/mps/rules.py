@@ -49,9 +49,10 @@ class Rules:
             self._judged[operator] = self._aten(operator) if ours else _custom(operator)
         return self._judged[operator]
 
-    def native(self, operator: Any) -> bool:
-        """Whether MPS has a kernel of its own for it."""
-        return operator.namespace == "aten" and overload(operator) in self.operators.native
+    def whole(self, operator: Any) -> bool:
+        """Whether MPS takes it as one call: a kernel of its own, or one that goes to the CPU."""
+        table = self.operators
+        return operator.namespace == "aten" and overload(operator) in table.native | table.fallback
 
     def dtype(self, dtype: torch.dtype) -> Verdict | None:
         """Why a tensor of this dtype cannot be there."""
