@@ -67,4 +67,5 @@ class LayersDone:
 
 
 def _row(values: dict[str, Any]) -> Row:
-    return Row(**{**values, "shape": tuple(values["shape"])})
+    whole: dict[str, Any] = {**values, "shape": tuple(values["shape"])}
+    return Row(**whole)
