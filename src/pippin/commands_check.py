@@ -60,6 +60,12 @@ ELSEWHERE = (
 )
 @click.option("--strict", is_flag=True, help="stop at the first offence, with file and line")
 @click.option("--top50", is_flag=True, help="judge the most used architectures instead of a model")
+@click.option(
+    "--jax-fuji",
+    metavar="SIZE",
+    help="run a Fuji-shaped model of random weights on the device and on the CPU: 7B, 1B, test",
+)
+@click.option("--tokens", default=16, show_default=True, metavar="N", help="tokens that it decodes")
 @click.option("--json", "as_json", is_flag=True, help="one JSON object a line on stdout")
 @click.option("--quiet", "-q", is_flag=True, help="results and errors only")
 def check(model: Path | None, as_json: bool, quiet: bool, **options: Any) -> None:
@@ -70,6 +76,9 @@ def check(model: Path | None, as_json: bool, quiet: bool, **options: Any) -> Non
     from pippin.errors import UsageError
 
     mode = "json" if as_json else "quiet" if quiet else "auto"
+    if options["jax_fuji"]:
+        _fuji(options["jax_fuji"], options["tokens"], options["device"], mode)
+        return
     folder, shapes = planned_shapes(model)
     asked = {name: options[name] for name in ("version", "chip", "strict")}
     if options["rules"] or options["top50"]:
@@ -90,13 +99,27 @@ def _probe(checkup: "Checkup", mode: str) -> None:
     from pippin.machine import find_machine
 
     findings = Console(mode=mode).probes(checkup.run())
-    record(checkup.engine, find_machine().device(checkup.device), findings)
+    record(checkup.engine, find_machine().device(checkup.device, checkup.engine), findings)
     wrong = [found.probe for found in findings if found.verdict == "wrong"]
     if wrong:
         raise GateError(
             f"{len(wrong)} of {len(findings)} probes are wrong: {', '.join(wrong[:4])}",
             "the lines under the table name the way round each",
         )
+
+
+def _fuji(size: str, tokens: int, device: str, mode: str) -> None:
+    import importlib
+    from dataclasses import asdict
+
+    from pippin.console import Console
+    from pippin.stages.loading import needs
+
+    with needs("--jax-fuji", "jax"):
+        found = importlib.import_module("pippin.engines.jax.fuji_run").run_fuji(
+            size, tokens, device
+        )
+    Console(mode=mode).fuji(asdict(found))
 
 
 def _audit(rules: str, folder: Path | None, ask: "Ask", mode: str) -> None:

@@ -182,6 +182,13 @@ class Console:
                 self.out.print(text, soft_wrap=True)
         return done
 
+    def fuji(self, run: dict[str, Any]) -> None:
+        """What a Fuji-shaped model did on a device beside the CPU."""
+        if self.mode == "json":
+            self.json({"event": "fuji", **run})
+            return
+        self.out.print(tables_check.fuji_table(run))
+
     def _findings(self, findings: list[Finding], where: str) -> None:
         line = tables_check.count_line(findings, where)
         if self.mode == "json":

@@ -1,6 +1,7 @@
 """What `pippin check` prints: one row a probe with its error by dtype, then what failed and why."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from rich import box
 from rich.table import Table
@@ -104,6 +105,29 @@ def troubles(audited: Sequence[Audited]) -> Iterator[Text]:
         yield Text(f"  first at {met[0][1].where}; in {where}{more}")
         if met[0][1].remedy:
             yield Text(f"  {met[0][1].remedy}")
+
+
+def fuji_table(run: Mapping[str, Any]) -> Table:
+    """What a Fuji-shaped model did on a device beside the CPU; `run` has FujiRun's fields."""
+    rows = {
+        "model": f"Fuji {run['size']}, {run['parameters'] / 1e9:.2f} billion weights",
+        "device": f"{run['device']}, {run['dtype']}",
+        "tokens": " ".join(map(str, run["tokens"])),
+        "same tokens on the CPU": f"{run['tokens_equal']:.1%}",
+        "same tokens without a cache": f"{run['loop_equal']:.1%}",
+        "logits, largest difference": f"{run['difference']:.3g}, of float32 arithmetic on the CPU",
+        "logits, mean difference": f"{run['mean_difference']:.3g}",
+        "logits, spread": f"{run['spread']:.3g}",
+        "likeliest token agrees": f"{run['agreement']:.1%}",
+        "seconds": f"{run['device_seconds']:.1f} there, {run['cpu_seconds']:.1f} on the CPU",
+        "peak memory": f"{run['peak_memory'] / 1e9:.1f} GB",
+    }
+    table = _table()
+    for heading in ("what", "found"):
+        table.add_column(heading)
+    for name, text in rows.items():
+        table.add_row(Text(name), Text(text))
+    return table
 
 
 def _table() -> Table:

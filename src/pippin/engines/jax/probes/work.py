@@ -24,6 +24,7 @@ from pippin.engines.jax.trainer import Frozen, Rule, train_step
 from pippin.recipe import Train
 
 SPEC = fuji_spec("test")
+OPERATOR = re.compile(r'(?:^\s*|= )"?(?:stablehlo|chlo)\.([a-z_0-9]+)', re.MULTILINE)
 BODIES = """<mujoco><option timestep="0.005"/><worldbody><geom type="plane" size="5 5 .1"/>
 <body pos="0 0 1"><freejoint/><geom type="sphere" size=".1" mass="1"/></body>
 <body pos="1 0 1"><joint type="hinge" axis="0 1 0"/>
@@ -78,7 +79,7 @@ def listed(bench: Bench, dtype: str) -> Iterator[Case]:
     for how in (How(), How(remat=True, dropout=0.1)):
         rule, args = _step_arguments(pick_device("cpu"), dtype, how)
         traced = export.export(jax.jit(lambda *a, rule=rule: train_step(rule, *a)))(*args)
-        found = set(re.findall(r"\b(?:stablehlo|chlo)\.([a-z_0-9]+)", traced.mlir_module()))
+        found = set(OPERATOR.findall(traced.mlir_module()))
         missing = sorted(found - OPERATORS)
         yield f"{how}: {', '.join(missing) or f'all of {len(found)}'}", float(len(missing))
 
