@@ -11,6 +11,7 @@ peft = pytest.importorskip("peft")
 
 from pippin.data.batches import Batch  # noqa: E402
 from pippin.engines import Sampling, load_engine  # noqa: E402
+from pippin.errors import ModelError  # noqa: E402
 from pippin.model.adapter import (  # noqa: E402
     Base,
     adapted_linears,
@@ -136,6 +137,43 @@ def test_an_adapter_of_peft_loads_here(engines, tiny, tmp_path):
     scored = engines[0].load(tiny("qwen3"), "float32", tmp_path).logprobs(tokens())
     np.testing.assert_allclose(scored, peft_logits(tiny("qwen3"), tmp_path), atol=2e-5)
     assert load_adapter(tmp_path).rank == 3
+
+
+def test_an_adapter_of_mlx_lm_loads_in_every_engine(engines, tiny, tmp_path):
+    """Written by mlx-lm, against mlx-lm's own logits with it."""
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+    from mlx_lm.tuner.utils import linear_to_lora_layers
+
+    from pippin.engines.mlx.load import load_network
+
+    network = load_network(tiny("llama"), mx.float32)
+    settings = {"rank": 3, "scale": 1.7, "dropout": 0.0}
+    keys = ["self_attn.q_proj", "mlp.down_proj"]
+    linear_to_lora_layers(network, 2, settings | {"keys": keys})
+    trained = dict(tree_flatten(network.trainable_parameters()))
+    rng = np.random.default_rng(2)
+    filled = {
+        n: mx.array(rng.normal(0, 0.2, a.shape).astype(np.float32)) for n, a in trained.items()
+    }
+    network.load_weights(list(filled.items()), strict=False)
+    mx.save_safetensors(str(tmp_path / "adapters.safetensors"), filled)
+    config = {
+        "fine_tune_type": "lora",
+        "num_layers": 2,
+        "lora_parameters": settings | {"keys": keys},
+    }
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    logits = torch.from_numpy(np.array(network(mx.array(tokens()[:, :-1]))))
+    ids = torch.from_numpy(tokens()).long()
+    wanted = logits.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0].numpy()
+    for engine in engines:
+        scored = engine.load(tiny("llama"), "float32", tmp_path).logprobs(tokens())
+        np.testing.assert_allclose(scored, wanted, atol=2e-5)
+    config["fine_tune_type"] = "dora"
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="mlx-lm adapter of type dora"):
+        load_adapter(tmp_path)
 
 
 @torch.no_grad()

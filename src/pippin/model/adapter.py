@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pippin.errors import ModelError, UsageError
-from pippin.model import names
+from pippin.model import mlx_adapter, names
 from pippin.model.quantized import DenseView
 from pippin.model.weights import Checkpoint, Writer, file_tensors, read_tensor
 from pippin.recipe import Lora
@@ -132,8 +132,13 @@ def save_adapter(folder: Path, lora: Lora, weights: Weights, base: Base) -> None
 
 
 def load_adapter(folder: Path) -> Adapter:
-    """A PEFT folder, ours or another's. Raises ModelError for what cannot be applied, by name."""
+    """A PEFT folder, or mlx-lm's. Raises ModelError for what cannot be applied, by name."""
     raw = _read_config(folder)
+    if mlx_adapter.is_one(folder):
+        raw, weights = mlx_adapter.read(folder, raw)
+        _check_pairs(folder, weights)
+        scale_of = _scales(raw, weights)
+        return Adapter(weights=weights, rank=raw["r"], scale_of=scale_of, raw=raw, base=None)
     _refuse_unknown(folder, raw)
     weights: Weights = {}
     copies: Weights = {}

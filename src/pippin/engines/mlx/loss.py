@@ -66,11 +66,13 @@ def _chunks(
 def _chunk(products_CV: mx.array, target_C1: mx.array, head: Head) -> tuple[mx.array, mx.array]:
     """The chunk's summed loss and its gradient with respect to the products."""
     logits_CV = head.finish(products_CV)
-    sum_C1 = mx.logsumexp(logits_CV, axis=1, keepdims=True)
-    loss = (sum_C1 - mx.take_along_axis(logits_CV, target_C1, axis=1)).sum()
-    chances_CV = mx.exp(logits_CV - sum_C1)
+    top_C1 = logits_CV.max(axis=1, keepdims=True)
+    powers_CV = mx.exp(logits_CV - top_C1)  # once: it is the slowest thing here
+    sum_C1 = powers_CV.sum(axis=1, keepdims=True)
+    target_logit_C1 = mx.take_along_axis(logits_CV, target_C1, axis=1)
+    loss = (mx.log(sum_C1) + top_C1 - target_logit_C1).sum()
     hit_CV = mx.arange(head.vocab)[None] == target_C1
-    d_CV = (chances_CV - hit_CV) * head.slope(logits_CV)
+    d_CV = (powers_CV / sum_C1 - hit_CV) * head.slope(logits_CV)
     return loss, d_CV.astype(products_CV.dtype)
 
 

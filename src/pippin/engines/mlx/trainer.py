@@ -4,7 +4,7 @@ Shape letters: B rows, T tokens, N tokens of all rows, S scored positions, D hid
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -53,8 +53,16 @@ class MlxTrainer:
         self.optimizer = Optimizer(first, train, _waits)
         self.grad = mx.value_and_grad(self._loss)
 
-    def step(self, batches: Sequence[Batch], learning_rate: float) -> StepResult:
-        """One AdamW update over the micro-batches, each scored token weighing the same."""
+    def step(
+        self,
+        batches: Sequence[Batch],
+        learning_rate: float,
+        upcoming: Callable[[], Sequence[Batch]] = tuple,
+    ) -> StepResult:
+        """One AdamW update over the micro-batches, each scored token weighing the same.
+
+        Nothing is gained by `upcoming` here.
+        """
         tokens = sum(batch.scored_tokens for batch in batches)
         assert tokens > 0, "a step needs a scored token"
         loss_sum, grads = 0.0, None
