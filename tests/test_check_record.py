@@ -9,7 +9,7 @@ from pippin.check.record import heed, recall, record
 from pippin.machine import Accelerator, find_machine
 from pippin.plan import make_plan
 from pippin.recipe_file import load_recipe
-from tests.tiny_runs import RECIPE, write_speaking_model
+from tests.tiny_runs import RECIPE, write_model
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +19,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def recipe(tmp_path):
-    write_speaking_model(tmp_path / "model")
+    write_model(tmp_path / "model")
     (tmp_path / "tiny.toml").write_text(RECIPE)
     loaded = load_recipe(tmp_path / "tiny.toml")
     return replace(loaded, model=replace(loaded.model, device="auto", dtype="auto"))

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from pippin.check import Shapes
+from pippin.errors import ModelError
 from pippin.model.config import ModelConfig, read_config
 from pippin.recipe_file import load_recipe
 from pippin.steps import model_folder
@@ -19,6 +20,8 @@ def planned_shapes(what: Path | None) -> tuple[Path | None, Shapes]:
         return what, _shapes(read_config(what), 1, Shapes().length)
     recipe = load_recipe(what)
     folder = model_folder(recipe)
+    if not folder.is_dir():
+        raise ModelError(f"{folder} is not there yet", f"`pippin data {what}` fetches the model")
     return folder, _shapes(read_config(folder), recipe.train.batch_rows, recipe.train.row_tokens)
 
 
