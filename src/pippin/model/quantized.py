@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pippin.errors import ModelError
 from pippin.model.config import ModelConfig, read_config
 from pippin.model.weights import Checkpoint, Spec, nbytes
-from pippin.quantizers import Grid
+from pippin.quantizers import Codes, Grid
 
 BITS = (2, 3, 4, 5, 6, 8)
 # Symmetric and per-channel grids are special cases of the layout; which tensors have them is noted
@@ -98,41 +98,49 @@ def layout(config: ModelConfig, name: str) -> Grid | None:
 class DenseView:
     """A plain or quantized folder seen as the dense model: every weight under its plain name.
 
-    `tensors` gives the dense shapes; the dtype of a quantized weight is that of its scales. Raises
-    ModelError where config.json and the tensors are not of one model.
+    `tensors` gives the dense shapes; the dtype of a quantized weight is that of its scales. `grids`
+    are those of the quantized ones. Raises ModelError where config.json and the tensors are not of
+    one model.
     """
 
     def __init__(self, folder: Path) -> None:
         self.checkpoint = Checkpoint(folder)
         self.config = read_config(folder)
         self.tensors: dict[str, Spec] = {}
-        self._grids: dict[str, Grid] = {}
+        self.grids: dict[str, Grid] = {}
         for name, info in self.checkpoint.tensors.items():
             module, _, kind = name.rpartition(".")
             if f"{module}.scales" not in self.checkpoint.tensors or kind == "bias":
                 self.tensors[name] = Spec(shape=info.shape, dtype=info.dtype)
             elif kind == "weight":
-                self._grids[name] = self._grid(module)
-                inputs = info.shape[1] * 32 // self._grids[name].bits
+                self.grids[name] = self._grid(module)
+                inputs = info.shape[1] * 32 // self.grids[name].bits
                 dtype = self.checkpoint.tensors[f"{module}.scales"].dtype
                 self.tensors[name] = Spec(shape=(info.shape[0], inputs), dtype=dtype)
 
     def read(self, name: str) -> NDArray[Any]:
         """A whole weight: float32 if it was quantized, in its stored dtype if not."""
-        if name not in self._grids:
+        if name not in self.grids:
             return self.checkpoint.read(name)
         return self.read_rows(name, 0, self.tensors[name].shape[0])
 
     def read_rows(self, name: str, start: int, stop: int) -> NDArray[Any]:
         """Rows of a weight, as `read`."""
-        packed = self.checkpoint.read_rows(name, start, stop)
-        if name not in self._grids:
-            return packed
+        if name not in self.grids:
+            return self.checkpoint.read_rows(name, start, stop)
+        codes = self.read_codes(name, start, stop)
+        return dequantize(codes.codes_OI, codes.scales_OG, codes.biases_OG)
+
+    def read_codes(self, name: str, start: int = 0, stop: int | None = None) -> Codes:
+        """Rows of a quantized weight as they are stored; all of them by default."""
         module = name.removesuffix(".weight")
-        scales_OG = self.checkpoint.read_rows(f"{module}.scales", start, stop)
-        biases_OG = self.checkpoint.read_rows(f"{module}.biases", start, stop)
-        codes_OI = unpack(packed, self._grids[name].bits, self.tensors[name].shape[1])
-        return dequantize(codes_OI, scales_OG, biases_OG)
+        stop = self.tensors[name].shape[0] if stop is None else stop
+        packed, scales_OG, biases_OG = (
+            self.checkpoint.read_rows(f"{module}.{part}", start, stop)
+            for part in ("weight", "scales", "biases")
+        )
+        codes_OI = unpack(packed, self.grids[name].bits, self.tensors[name].shape[1])
+        return Codes(codes_OI=codes_OI, scales_OG=scales_OG, biases_OG=biases_OG)
 
     def _grid(self, module: str) -> Grid:
         tensors = self.checkpoint.tensors

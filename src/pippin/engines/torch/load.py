@@ -1,18 +1,22 @@
 """A Hugging Face folder as a transformers model: safetensors only, strict, one copy in memory."""
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from safetensors import SafetensorError
+from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils import logging
 
+from pippin.engines.torch.packed import pack, packable
 from pippin.errors import ModelError
+from pippin.model import names
+from pippin.model.quantized import DenseView
 
 
 def load_network(
@@ -22,13 +26,25 @@ def load_network(
 
     `remote_code` takes the config and model classes that `auto_map` names from the folder's code.
 
-    A folder quantized in our layout is dequantized while it loads. Raises ModelError for a folder
-    that is not a model, and for tensors that are missing, left over or of another shape.
+    A folder quantized in our layout is dequantized while it loads; in bfloat16 on a CPU, linears
+    that have a kernel there keep their codes. Raises ModelError for a folder that is not a model,
+    and for tensors that are missing, left over or of another shape.
     """
     config = _read_config(folder, remote_code)
-    with _quiet():
-        network, report = _from_pretrained(folder, config, dtype, device)
-    _refuse_gaps(folder, report)
+    kind = _model_class(folder, config)
+    source: dict[str, Any] = {"pretrained_model_name_or_path": folder}
+    view, kernels = None, {}
+    if getattr(config, "quantization", None):
+        for key in ("quantization", "quantization_config"):
+            config.__dict__.pop(key, None)
+        view = DenseView(folder)
+        if device.type == "cpu" and dtype == torch.bfloat16:
+            kernels = packable(view, _linears(kind, config))
+        tensors = _dense(view, dtype, kernels)
+        source = {"pretrained_model_name_or_path": None, "state_dict": tensors}
+    network = _load(kind, config, folder, dtype=dtype, device=device, **source)
+    if view is not None:
+        pack(network, view, kernels)
     return network.eval().requires_grad_(False)
 
 
@@ -51,32 +67,28 @@ def _read_config(folder: Path, remote_code: bool) -> Any:
         ) from error
 
 
-def _from_pretrained(
-    folder: Path, config: Any, dtype: torch.dtype, device: torch.device
-) -> tuple[PreTrainedModel, dict[str, Any]]:
-    kind = _model_class(folder, config)
-    source: dict[str, Any] = {"pretrained_model_name_or_path": folder}
-    if getattr(config, "quantization", None):
-        source = {"pretrained_model_name_or_path": None, "state_dict": _dense(folder, dtype)}
-        for key in ("quantization", "quantization_config"):
-            config.__dict__.pop(key, None)
+def _load(
+    kind: Any, config: Any, folder: Path, *, device: torch.device, **source: Any
+) -> PreTrainedModel:
     try:
-        return kind.from_pretrained(
-            **source,
-            config=config,
-            dtype=dtype,
-            device_map={"": device} if device.type != "cpu" else None,
-            use_safetensors=True,
-            local_files_only=True,
-            output_loading_info=True,
-            **_attention(config),
-            ignore_mismatched_sizes=True,  # reported, and refused below with the tensor's name
-        )
+        with _quiet():
+            network, report = kind.from_pretrained(
+                **source,
+                config=config,
+                device_map={"": device} if device.type != "cpu" else None,
+                use_safetensors=True,
+                local_files_only=True,
+                output_loading_info=True,
+                **_attention(config),
+                ignore_mismatched_sizes=True,  # reported, and refused below with the tensor's name
+            )
     except (RuntimeError, OSError, ValueError, SafetensorError) as error:
         raise ModelError(
             f"{folder} does not load: {_first_line(error)}",
             "fetch the model again; if it was made by a tool, make it again",
         ) from error
+    _refuse_gaps(folder, report)
+    return network
 
 
 def _model_class(folder: Path, config: Any) -> Any:
@@ -99,13 +111,23 @@ def _attention(config: Any) -> dict[str, str]:
     return {"attn_implementation": "eager"} if capped else {}
 
 
-def _dense(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    from pippin.model.quantized import dense_tensors
+def _linears(kind: Any, config: Any) -> set[str]:
+    """Names of the plain linears below the head, from a network that takes no memory."""
+    with torch.device("meta"):
+        modules = kind(config).named_modules()
+        return {name for name, m in modules if type(m) is nn.Linear and not names.is_head(name)}
 
-    return {name: _tensor(array).to(dtype) for name, array in dense_tensors(folder)}
+
+def _dense(view: DenseView, dtype: torch.dtype, packed: Collection[str]) -> dict[str, Tensor]:
+    """Every weight in `dtype`; in the place of a packed one, zeros that take no memory."""
+    zero = torch.zeros((), dtype=dtype)
+    return {
+        name: zero.expand(spec.shape) if name in packed else _tensor(view.read(name)).to(dtype)
+        for name, spec in view.tensors.items()
+    }
 
 
-def _tensor(array: Any) -> torch.Tensor:
+def _tensor(array: Any) -> Tensor:
     """torch.from_numpy does not know ml_dtypes' bfloat16: the same bits under another name."""
     if array.dtype.name == "bfloat16":
         return torch.from_numpy(array.view("int16")).view(torch.bfloat16)
@@ -118,11 +140,11 @@ def _refuse_gaps(folder: Path, report: dict[str, Any]) -> None:
         "has tensors of another shape:": [key[0] for key in report["mismatched_keys"]],
         "has tensors the architecture does not know:": report["unexpected_keys"],
     }
-    for text, names in faults.items():
-        if names:
-            some = ", ".join(sorted(names)[:3])
+    for text, keys in faults.items():
+        if keys:
+            some = ", ".join(sorted(keys)[:3])
             raise ModelError(
-                f"{folder} {text} {some} ({len(names)} in all)",
+                f"{folder} {text} {some} ({len(keys)} in all)",
                 "config.json and the weights must belong together; fetch the model again",
             )
 

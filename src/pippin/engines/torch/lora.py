@@ -3,7 +3,7 @@
 Shape letters: N tokens, I inputs, O outputs, R rank.
 """
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from numpy.typing import NDArray
@@ -12,7 +12,10 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from pippin.engines import Weights
+from pippin.engines.torch.packed import PackedLinear
 from pippin.errors import ModelError
+
+Frozen: TypeAlias = nn.Linear | PackedLinear
 
 
 class LoraLinear(nn.Module):
@@ -22,10 +25,15 @@ class LoraLinear(nn.Module):
     products run in the base's dtype. A compiler sees plain operations and fuses them itself.
     """
 
-    def __init__(self, base: nn.Linear, pair: tuple[Tensor, Tensor], scale: float, dropout: float):
+    def __init__(self, base: Frozen, pair: tuple[Tensor, Tensor], scale: float, dropout: float):
         super().__init__()
         self.base: nn.Module | None = None  # computes the frozen part in another way
-        self.weight, self.bias = base.weight, base.bias
+        self.weight: Any = None
+        self.bias: Tensor | None = None
+        if isinstance(base, PackedLinear):
+            self.base = base
+        else:
+            self.weight, self.bias = base.weight, base.bias
         self.in_features, self.out_features = base.in_features, base.out_features
         self.scale, self.dropout = scale, dropout
         self.lora_A, self.lora_B = (nn.Parameter(master) for master in pair)
@@ -118,11 +126,11 @@ def add_to_embedding(
     module.weight = nn.Parameter(summed_VD, requires_grad=False)
 
 
-def _find_linear(network: nn.Module, name: str) -> nn.Linear:
+def _find_linear(network: nn.Module, name: str) -> Frozen:
     module = _submodule(network, name)
     if isinstance(module, Conv1D):
         return _as_linear(module)
-    if not isinstance(module, nn.Linear):
+    if not isinstance(module, Frozen):
         raise ModelError(
             f"the adapter wants {name}, which is a {type(module).__name__}, not a linear",
             'name linears in lora.targets, or set train.method = "full"; an adapter that is there '
@@ -149,7 +157,7 @@ def _submodule(network: nn.Module, name: str) -> nn.Module:
         ) from error
 
 
-def _pair(base: nn.Linear, name: str, weights: Weights) -> tuple[Tensor, Tensor]:
+def _pair(base: Frozen, name: str, weights: Weights) -> tuple[Tensor, Tensor]:
     a_RI, b_OR = (weights[f"{name}.lora_{side}.weight"] for side in "AB")
     shapes = ((a_RI.shape[0], base.in_features), (base.out_features, a_RI.shape[0]))
     for side, array, wanted in zip("AB", (a_RI, b_OR), shapes, strict=True):
@@ -158,6 +166,8 @@ def _pair(base: nn.Linear, name: str, weights: Weights) -> tuple[Tensor, Tensor]
                 f"{name}: lora_{side} of the adapter is {array.shape}, the base needs {wanted}",
                 "the adapter was trained on another base; name its base as model.source",
             )
-    exact = torch.promote_types(base.weight.dtype, torch.float32)
+    packed = isinstance(base, PackedLinear)
+    exact = torch.float32 if packed else torch.promote_types(base.weight.dtype, torch.float32)
+    device = torch.device("cpu") if packed else base.weight.device
     a, b = (torch.tensor(w.astype("float64"), dtype=exact) for w in (a_RI, b_OR))
-    return a.to(base.weight.device), b.to(base.weight.device)
+    return a.to(device), b.to(device)
