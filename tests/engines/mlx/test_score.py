@@ -64,3 +64,38 @@ def test_moments_leave_the_model_as_it_was(engine, tiny, samples, pack):
     before = [type(module) for module in model.network.modules()]
     model.input_moments([pack([samples])])
     assert [type(module) for module in model.network.modules()] == before
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_loss_moments_are_those_of_pytorch(
+    engine, reference, tiny, samples, pack, monkeypatch, kind
+):
+    """With the likeliest token in the place of a drawn one, in both."""
+    import mlx.core as mx
+    import torch
+
+    from pippin.engines.mlx import fisher
+    from pippin.engines.torch import fisher as wanted_fisher
+
+    monkeypatch.setattr(mx.random, "categorical", lambda logits, axis, key: logits.argmax(axis))
+    monkeypatch.setattr(torch, "multinomial", lambda p, _, generator: p.argmax(-1, keepdim=True))
+    assert fisher.draw(mx.array([[0.0, 2.0]]), mx.random.key(0))[0].item() == 1
+    assert wanted_fisher._draw(torch.tensor([[0.0, 2.0]]), torch.Generator())[0].item() == 1
+    batches = [pack([samples[:3]]), pack([samples[2:]])]
+    ours, wanted = (
+        e.load(tiny(kind), "float32").loss_moments(batches) for e in (engine, reference)
+    )
+    assert ours.keys() == wanted.keys()
+    for name, moment in wanted.items():
+        scale = np.abs(moment).max()
+        np.testing.assert_allclose(ours[name], moment, atol=1e-4 * scale, err_msg=name)
+
+
+def test_loss_moments_follow_the_seed(engine, tiny, samples, pack):
+    model, batches = engine.load(tiny("llama"), "float32"), [pack([samples])]
+    asked = {"model.layers.0.mlp.up_proj", "no.such.linear"}
+    one, same, other = (model.loss_moments(batches, asked, seed) for seed in (1, 1, 2))
+    assert one.keys() == {"model.layers.0.mlp.up_proj"}
+    for name in one:
+        np.testing.assert_array_equal(one[name], same[name])
+        assert not np.array_equal(one[name], other[name])

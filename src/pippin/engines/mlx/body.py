@@ -150,8 +150,8 @@ def probe_tokens(network: nn.Module, count: int, seed: int = 0) -> mx.array:
 
 
 def close(ours: mx.array, wanted: mx.array) -> bool:
-    """Whether two computations of one thing differ by rounding alone."""
-    exact = ours.dtype == wanted.dtype == mx.float32
+    """Whether two computations of one thing differ by rounding alone; a GPU may round float32."""
+    exact = ours.dtype == wanted.dtype == mx.float32 and mx.default_device() == mx.cpu
     difference = mx.abs(ours.astype(mx.float32) - wanted.astype(mx.float32)).max()
     return bool(difference <= (1e-3 if exact else 6e-2) * mx.abs(wanted).max())
 

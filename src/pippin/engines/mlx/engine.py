@@ -17,6 +17,7 @@ from pippin.engines.mlx import device as devices
 from pippin.engines.mlx import parity
 from pippin.engines.mlx.blas import notice
 from pippin.engines.mlx.body import Loaded, find_head
+from pippin.engines.mlx.fisher import loss_moments
 from pippin.engines.mlx.generate import decodes_together, generate
 from pippin.engines.mlx.load import load_network
 from pippin.engines.mlx.lora import add_adapter
@@ -25,6 +26,7 @@ from pippin.engines.mlx.names import full_places, lora_places
 from pippin.engines.mlx.probe import find_ability
 from pippin.engines.mlx.score import logprobs, topk
 from pippin.engines.mlx.trainer import MlxTrainer
+from pippin.errors import ModelError
 from pippin.model.config import read_raw
 from pippin.recipe import Lora, Train
 
@@ -100,6 +102,22 @@ class MlxModel:
         """
         layout = find_ability(self.network).layout
         return input_moments(self.network, [layout(batch) for batch in batches], names)
+
+    def loss_moments(
+        self, batches: Sequence[Batch], names: Collection[str] | None = None, seed: int = 0
+    ) -> dict[str, NDArray[np.float32]]:
+        """X^T diag(w) X likewise, w being what a token's outputs do to the model's predictions.
+
+        `seed` draws the predictions. Raises ModelError where the head is no plain product.
+        """
+        head = self.loaded.head
+        if head is None:
+            raise ModelError(
+                f"{self.checkpoint}: the head is the model's own, inputs cannot be weighed by it",
+                'set quantize.importance = "inputs"',
+            )
+        layout = find_ability(self.network).layout
+        return loss_moments(self.network, head, [layout(b) for b in batches], names, seed)
 
     def trainer(self, train: Train, lora: Lora | None, weights: Weights, seed: int) -> MlxTrainer:
         """A trainer that takes this model over. `lora` None trains every weight.

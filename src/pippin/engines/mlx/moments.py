@@ -48,7 +48,7 @@ def input_moments(
     collector = _Collector()
     watched = [
         (name, module, type(module))
-        for name, module in _linears(network)
+        for name, module in linears(network)
         if name != HEAD and (names is None or name in names)
     ]
     try:
@@ -66,7 +66,7 @@ def input_moments(
     return {name: sums[owner] for name, owner in collector.owner.items()}
 
 
-def _linears(network: nn.Module) -> list[tuple[str, Any]]:
+def linears(network: nn.Module) -> list[tuple[str, Any]]:
     """Adapted linears and plain ones; not the base inside an adapted one."""
     found = [(n, m) for n, m in network.named_modules() if isinstance(m, (*LINEARS, LoraLinear))]
     return [(n, m) for n, m in found if not n.endswith(".base")]

@@ -1,0 +1,138 @@
+"""X^T X of every linear's inputs where a token counts by what its outputs do to the predictions.
+
+A token's weight is its mean squared gradient over the linear's outputs, of a prediction that the
+model itself draws: what an error of the weights costs in divergence, to second order.
+
+Shape letters: N real tokens, D features, O outputs, C tokens of one chunk, V vocabulary.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx import nn
+from numpy.typing import NDArray
+
+from pippin.engines.mlx.attention import packed_attention
+from pippin.engines.mlx.body import Head
+from pippin.engines.mlx.lora import linear_shape
+from pippin.engines.mlx.loss import head_loss
+from pippin.engines.mlx.moments import HEAD, linears
+from pippin.engines.mlx.probe import run_rows
+from pippin.engines.mlx.rows import Rows
+
+TINY = float(np.finfo(np.float32).tiny)
+
+
+def loss_moments(
+    network: nn.Module,
+    head: Head,
+    batches: Sequence[Rows],
+    names: Collection[str] | None,
+    seed: int,
+) -> dict[str, NDArray[np.float32]]:
+    """By linear's name, (D, D) float32: of `names`, or of all. `seed` draws the predictions."""
+    watched = [(n, m) for n, m in linears(network) if n != HEAD and (names is None or n in names)]
+    kinds = [type(module) for _, module in watched]
+    sums: dict[str, mx.array] = {}
+    keys = mx.random.split(mx.random.key(seed), len(batches))
+    try:
+        seen: dict[str, mx.array] = {}
+        moved: dict[str, mx.array] = {}
+        for (name, module), kind in zip(watched, kinds, strict=True):
+            module.__class__ = _moved(kind, name, seen, moved)
+        for rows, key in zip(batches, keys, strict=True):
+            run = _Batch(network, head, rows, key)
+            outputs, gradients = run.differentiate(_still(watched, rows), seen, moved)
+            for name, gradient in gradients.items():
+                weight_N = mx.square(run.real(gradient)).mean(-1)
+                _add(sums, name, run.real(outputs[name]), weight_N)
+            if names is None or HEAD in names:
+                _add(sums, HEAD, run.real(outputs[HEAD]), run.head_weights(outputs[HEAD]))
+    finally:
+        for (_, module), kind in zip(watched, kinds, strict=True):
+            module.__class__ = kind
+    return {name: np.array(total) for name, total in sums.items()}
+
+
+class _Batch:
+    """One batch through the network, its predictions drawn with `key`."""
+
+    def __init__(self, network: nn.Module, head: Head, rows: Rows, key: mx.array) -> None:
+        self.network, self.head, self.rows, self.key = network, head, rows, key
+
+    def real(self, values: mx.array) -> mx.array:
+        """(N, ...) in float32, without padding."""
+        return values.reshape(-1, values.shape[-1])[self.rows.real_N].astype(mx.float32)
+
+    def differentiate(
+        self, still: dict[str, mx.array], seen: dict[str, mx.array], moved: dict[str, mx.array]
+    ) -> tuple[dict[str, mx.array], dict[str, mx.array]]:
+        """Inputs by linear with the hidden states under HEAD, and gradients of the outputs."""
+
+        def loss(shifts: dict[str, mx.array]) -> tuple[mx.array, dict[str, mx.array]]:
+            moved.clear()
+            moved.update(shifts)
+            hidden = run_rows(self.network, self.rows)
+            hidden_ND = hidden.reshape(-1, hidden.shape[-1])[self.rows.real_N]
+            targets_N = self._draw(mx.stop_gradient(hidden_ND))[0]
+            total = head_loss(hidden_ND, targets_N, self.head, head_trained=False)
+            return total, {**seen, HEAD: hidden}
+
+        with packed_attention(self.network):
+            (total, inputs), gradients = mx.value_and_grad(loss)(still)
+        mx.eval(total, inputs, gradients)
+        return inputs, gradients
+
+    def head_weights(self, hidden: mx.array) -> mx.array:
+        """The weight of the logits: the gradient by one is its probability, less one if drawn."""
+        return self._draw(hidden.reshape(-1, hidden.shape[-1])[self.rows.real_N])[1]
+
+    def _draw(self, hidden_ND: mx.array) -> tuple[mx.array, mx.array]:
+        """A next token for every hidden state, and the weight of the logits there."""
+        parts = []
+        for start in range(0, len(hidden_ND), self.head.chunk):
+            logits_CV = self.head.logits(hidden_ND[start : start + self.head.chunk])
+            part = draw(logits_CV, mx.random.split(self.key, start + 2)[start + 1])
+            parts.append(part)
+        return mx.concatenate([p[0] for p in parts]), mx.concatenate([p[1] for p in parts])
+
+
+def draw(logits_CV: mx.array, key: mx.array) -> tuple[mx.array, mx.array]:
+    """A token of every row's distribution, and the mean square of the loss's gradient there."""
+    p_CV = mx.softmax(logits_CV, axis=-1, precise=True)
+    token_C = mx.random.categorical(logits_CV, axis=-1, key=key)
+    chance_C = mx.take_along_axis(p_CV, token_C[:, None], axis=-1)[:, 0]
+    square_C = mx.square(p_CV).sum(-1) - 2 * chance_C + 1
+    return token_C, square_C / p_CV.shape[1]
+
+
+def _still(watched: list[tuple[str, Any]], rows: Rows) -> dict[str, mx.array]:
+    """A zero to add to every output: what the loss is differentiated by."""
+    shape = rows.tokens_BT.shape
+    zero = mx.array(0.0)
+    return {n: mx.broadcast_to(zero, (*shape, linear_shape(m)[1])) for n, m in watched}
+
+
+def _moved(kind: Any, name: str, seen: dict[str, mx.array], moved: dict[str, mx.array]) -> type:
+    class Moved(kind):
+        def __call__(self, x: mx.array) -> mx.array:
+            seen[name] = x
+            y = super().__call__(x)
+            return y + moved[name].astype(y.dtype)
+
+    return Moved
+
+
+def _add(sums: dict[str, mx.array], name: str, x_ND: mx.array, weight_N: mx.array) -> None:
+    """One drawn prediction says little about a token: weights go halfway to their mean.
+
+    Halfway in the logarithm, which tames the few that are a hundred times the others.
+    """
+    root_N = mx.sqrt(weight_N)
+    root_N = root_N * (weight_N.mean() / mx.maximum(root_N.mean(), TINY))
+    scaled_ND = x_ND * mx.sqrt(root_N)[:, None]
+    moment_DD = scaled_ND.T @ scaled_ND
+    sums[name] = sums[name] + moment_DD if name in sums else moment_DD
+    mx.eval(sums[name])
