@@ -7,7 +7,8 @@ tunes the reference (with Shakespeare and SQL rows), one calibrates, one is scor
 
 Bits are those of a linear's weight, 2-byte scales counted, and zero points where the scheme has
 them; the embedding has 8 bits unless the row says `all`. With `--work` every measurement is kept as
-it is made: `--at-most 1` makes one a call, and the rows are printed when all are there.
+it is made: `--at-most 1` makes one a call, and the rows are printed when all are there, or with
+`--save` of what is there.
 """
 
 import argparse
@@ -118,8 +119,8 @@ def main() -> None:
             if options.work and options.at_most < 999:
                 return
         measured = desk.measure(work, options)
-    if measured is not None:
-        common.report([desk.row(name, measured) for name in ROWS], options.save)
+    rows = [name for name in ROWS if f"{name}: {next(iter(ROWS[name]))}" in measured]
+    common.report([desk.row(name, measured) for name in rows], options.save)
 
 
 @dataclass(kw_only=True)
@@ -205,13 +206,15 @@ class Desk:
         )
         return self.run(train, self.asked("tuning", train=tuned), dithered)
 
-    def measure(self, work: Path, options: argparse.Namespace) -> dict[str, Score] | None:
-        """Every figure by `row: label`; None while some are still to be measured."""
+    def measure(self, work: Path, options: argparse.Namespace) -> dict[str, Any]:
+        """Every figure by `row: label`; none while some are to be measured, but with --save."""
         kept = work / "scores.json"
         found = json.loads(kept.read_text()) if kept.exists() else {}
         asked = [(f"{name}: {label}", how) for name in ROWS for label, how in ROWS[name].items()]
         missing = [(key, how) for key, how in asked if key not in found]
-        todo = sorted((pair for pair in missing if options.only in pair[0]), key=_cheap_early)
+        todo = sorted(
+            (pair for pair in missing if options.only in pair[0]), key=_first_things_first
+        )
         todo = todo[: options.at_most]
         if todo:
             ruler = Ruler(work / "reference", self.scored)
@@ -223,11 +226,12 @@ class Desk:
             found[key] = {**asdict(score), "perplexity": ruler.perplexity, "tokens": ruler.tokens}
             kept.write_text(json.dumps(found, indent=1))
             print(f"{key}: KL {score.kl:.4f}, top-1 {score.top1:.4f}, {score.seconds:.0f} s")
-        return found if len(found) == len(asked) else None
+        return found if len(found) == len(asked) or options.save else {}
 
     def row(self, name: str, found: dict[str, Any]) -> common.Row:
         """The first of a row's figures, beside the others."""
-        scores = {label: found[f"{name}: {label}"] for label in ROWS[name]}
+        keys = {label: f"{name}: {label}" for label in ROWS[name]}
+        scores = {label: found[key] for label, key in keys.items() if key in found}
         first, *others = scores
         best = scores[first]
         return common.Row(
@@ -262,12 +266,14 @@ class Desk:
         return replace(measured, bits=bits_per_weight(folder), seconds=seconds, notes=notes)
 
 
-def _cheap_early(asked: tuple[str, Any]) -> int:
-    """Two of our own figures, then what takes seconds, then the rest."""
+def _first_things_first(asked: tuple[str, Any]) -> int:
+    """Two of our own figures, the peers, our figures of the other rows, then all else."""
     key, how = asked
     if key.endswith("4.5: best, 4.5 bits shared out, symmetric"):
         return 0
-    return 1 if not isinstance(how, recipe.Quantize) or how.method in ("rtn", "mse", "hqq") else 2
+    if not isinstance(how, recipe.Quantize):
+        return 1
+    return 2 if "shared out, symmetric" in key else 3
 
 
 class Ruler:
