@@ -6,6 +6,7 @@ kernels are used here; a folder whose linears have none is dequantized when it l
 Shape letters: N tokens, I inputs, O outputs, G groups, S inputs of one group.
 """
 
+import abc
 import functools
 from collections.abc import Callable, Collection
 from typing import Any
@@ -23,7 +24,7 @@ BLOCK = 64  # outputs that the 4-bit kernel packs together
 GROUPS = (32, 64, 128, 256)
 
 
-class PackedLinear(nn.Module):
+class PackedLinear(nn.Module, abc.ABC):
     """y = x W^T + bias. `dense()` is W in bfloat16, rounded once from code * scale + bias."""
 
     def __init__(self, shape: tuple[int, int], bias: Tensor | None) -> None:
@@ -39,13 +40,13 @@ class PackedLinear(nn.Module):
         y = y_NO.view(*x.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias
 
+    @abc.abstractmethod
     def few(self, x_NI: Tensor) -> Tensor:
         """The product with the codes."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def dense(self) -> Tensor:
         """W, (O, I) bfloat16."""
-        raise NotImplementedError
 
 
 class _Product(torch.autograd.Function):
@@ -131,7 +132,7 @@ def kernel_order() -> Tensor | None:
     for shift in (0, 4):
         try:
             packed = torch._convert_weight_to_int4pack_for_cpu(numbers >> shift & 15, 1)
-        except (AttributeError, NotImplementedError, RuntimeError):
+        except (AttributeError, RuntimeError):
             return None
         bytes_IH = packed.reshape(32, BLOCK // 2)
         nibbles = torch.cat([bytes_IH & 15, bytes_IH >> 4], -1)
