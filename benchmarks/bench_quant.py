@@ -14,12 +14,11 @@ it is made: `--at-most 1` makes one a call, and the rows are printed when all ar
 import argparse
 import itertools
 import json
-import math
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +29,16 @@ import common
 import quant_peers
 from pippin import recipe
 from pippin.artifact import Origin
-from pippin.engines import load_engine
 from pippin.job import Job
-from pippin.model import names
-from pippin.model.config import read_config
 from pippin.model.quantized import DenseView, bits_per_weight
-from pippin.model.source import copy_side_files
-from pippin.model.tokenizer import load_tokenizer
-from pippin.model.weights import Checkpoint, Writer
 from pippin.stages import quantize as quantize_stage
 from pippin.stages.calibration import Calibration, calibrate
 from pippin.stages.fetch import fetch
 from pippin.stages.train import train
+from quant_ruler import LENGTH, Ruler, Score, dither
 
 DATA = common.ROOT / "recipes" / "data"
-LENGTH, SCORED, STEPS = 256, 16, 16
+STEPS = 16
 AFFINE = recipe.Quantize(method="best", group_size=64, scheme="affine", embed_bits=8)
 SYMMETRIC = replace(AFFINE, scheme="symmetric", embed_scheme="symmetric", embed_group_size=32)
 # By row: the first figure is ours, the others stand beside it. Moments of the first serve all.
@@ -88,17 +82,6 @@ ROWS: dict[str, dict[str, recipe.Quantize | Callable[[np.ndarray, int], np.ndarr
         "mlx nearest, affine g64": quant_peers.linears(quant_peers.mlx_affine, 3),
     },
 }
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Score:
-    """Nats a token, share of equal likeliest tokens, bits of all weights, CPU-seconds."""
-
-    kl: float
-    top1: float
-    bits: float = 0.0
-    seconds: float = 0.0
-    notes: dict[str, Any] = field(default_factory=dict)
 
 
 def main() -> None:
@@ -253,7 +236,7 @@ class Desk:
             },
         )
 
-    def score(self, ruler: "Ruler", reference: Path, settings: recipe.Quantize) -> Score:
+    def score(self, ruler: Ruler, reference: Path, settings: recipe.Quantize) -> Score:
         """Quantize, then measure."""
         made = self.asked("calibration", quantize=settings)
         start = time.process_time()
@@ -274,69 +257,6 @@ def _first_things_first(asked: tuple[str, Any]) -> int:
     if not isinstance(how, recipe.Quantize):
         return 1
     return 2 if "shared out, symmetric" in key else 3
-
-
-class Ruler:
-    """The reference's distributions over the scored text; any weights are held against them."""
-
-    def __init__(self, reference: Path, text: str) -> None:
-        self.checkpoint, self.config = Checkpoint(reference), read_config(reference)
-        self.network = load_engine("torch", "cpu").load(reference, "bfloat16").network
-        ids = load_tokenizer(reference).encode(text)
-        starts = np.linspace(0, len(ids) - LENGTH, SCORED).astype(int)
-        self.rows = torch.tensor([ids[start : start + LENGTH] for start in starts])
-        self.tokens = self.rows.numel()
-        self.parent = [self.logprobs(row).half() for row in self.rows]
-        said = [
-            lp[:-1].float().gather(1, row[1:, None]).mean()
-            for lp, row in zip(self.parent, self.rows, strict=True)
-        ]
-        self.perplexity = math.exp(-float(torch.stack(said).mean()))
-
-    @torch.inference_mode()
-    def logprobs(self, row: torch.Tensor) -> torch.Tensor:
-        """(T, V) float32 of one sequence."""
-        return self.network(row[None]).logits[0].float().log_softmax(-1)
-
-    def measure(self, tensors: dict[str, np.ndarray]) -> Score:
-        """KL and agreement of the network with these weights."""
-        parameters = dict(self.network.named_parameters())
-        for name, tensor in tensors.items():
-            value = torch.from_numpy(np.asarray(tensor, np.float32))
-            parameters[name].data.copy_(value)
-        divergence, equal = 0.0, 0
-        for row, parent in zip(self.rows, self.parent, strict=True):
-            child, parent_TV = self.logprobs(row), parent.float()
-            divergence += float((parent_TV.exp() * (parent_TV - child)).sum())
-            equal += int((parent_TV.argmax(-1) == child.argmax(-1)).sum())
-        return Score(kl=divergence / self.tokens, top1=equal / self.tokens)
-
-    def peer(self, peer: Callable[[np.ndarray, int], np.ndarray]) -> Score:
-        """Every matrix through another program's quantizer and back."""
-        tensors, start = {}, time.process_time()
-        for name, info in self.checkpoint.tensors.items():
-            tensors[name] = self.checkpoint.read(name).astype(np.float32)
-            if len(info.shape) == 2:
-                embedding = names.is_embedding(names.module(name))
-                tensors[name] = peer(tensors[name], 8 if embedding else 4)
-        return replace(self.measure(tensors), seconds=time.process_time() - start)
-
-
-def dither(source: Path, target: Path) -> None:
-    """Move every weight of a matrix by up to half a step of the 4-bit groups of 32 it lies on."""
-    checkpoint, rng = Checkpoint(source), np.random.default_rng(0)
-    target.mkdir()
-    copy_side_files(source, target)
-    shutil.copy(source / names.CONFIG, target)
-    with Writer(target, checkpoint.tensors) as writer:
-        for name, info in checkpoint.tensors.items():
-            tensor = checkpoint.read(name)
-            if len(info.shape) == 2:
-                groups = tensor.astype(np.float32).reshape(info.shape[0], -1, 32)
-                step = (groups.max(-1, keepdims=True) - groups.min(-1, keepdims=True)) / 15
-                groups += (rng.random(groups.shape, np.float32) - 0.5) * step
-                tensor = groups.reshape(info.shape).astype(info.dtype)
-            writer.write(name, tensor)
 
 
 if __name__ == "__main__":
