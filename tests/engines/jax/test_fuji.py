@@ -56,7 +56,7 @@ def llama(spec):
 
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [("1B", 1.24), ("3B", 3.23), ("7B", 6.61), ("8B", 8.05), ("70B", 70.6), ("405B", 405.9)],
+    [("1B", 1.24), ("3B", 3.23), ("7B", 6.61), ("8B", 8.05), ("70B-V3", 70.6), ("405B", 405.9)],
 )
 def test_published_shapes_have_their_size(name, billions):
     """Counted by shape alone: no array is made."""

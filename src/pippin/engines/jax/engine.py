@@ -99,6 +99,7 @@ class JaxModel:
             dropout=lora.dropout if lora else 0.0,
             seed=seed,
             dtype=str(params["embed"].dtype),
+            devices=tuple(jax.devices(self.device.platform)),
         )
         if lora is None:
             return JaxTrainer(params, Frozen({}, {}), all_weights(self.spec), settings)

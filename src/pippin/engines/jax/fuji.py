@@ -29,7 +29,7 @@ class Version:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
-    """One size. `kv_heads` holds for V3 (and the test size), earlier versions group none."""
+    """One size. `kv_heads` holds from version `grouped_from` on; before, none are grouped."""
 
     versions: tuple[str, ...]
     layers: int
@@ -37,6 +37,7 @@ class Size:
     heads: int
     ffn: int
     kv_heads: int = 8
+    grouped_from: str = "V3"
     tied: bool = True
 
 
@@ -52,7 +53,13 @@ SIZES = {
     "7B": Size(versions=("V1", "V2", "V3"), layers=32, hidden=4096, heads=32, ffn=11008),
     "8B": Size(versions=("V3",), layers=32, hidden=4096, heads=32, ffn=14336, tied=False),
     "70B": Size(
-        versions=("V1", "V2", "V3"), layers=80, hidden=8192, heads=64, ffn=28672, tied=False
+        versions=("V1", "V2", "V3"),
+        layers=80,
+        hidden=8192,
+        heads=64,
+        ffn=28672,
+        grouped_from="V2",
+        tied=False,
     ),
     "405B": Size(versions=("V3",), layers=126, hidden=16384, heads=128, ffn=53248, tied=False),
 }
@@ -81,14 +88,13 @@ def fuji_spec(name: str) -> Spec:
         raise UsageError(f"there is no Fuji {name}", f"there are {known}; 7B-V3 names a version")
     version = VERSIONS[version_name]
     channels = size.hidden // size.heads
-    grouped = version_name == "V3" or size_name == "test"
     rope = make_rope({"rope_theta": version.theta}, channels, version.positions)
     return Spec(
         num_layers=size.layers,
         hidden_size=size.hidden,
         intermediate_size=size.ffn,
         num_heads=size.heads,
-        num_kv_heads=size.kv_heads if grouped else size.heads,
+        num_kv_heads=size.kv_heads if version_name >= size.grouped_from else size.heads,
         head_dim=channels,
         vocab_size=512 if size_name == "test" else version.vocab_size,
         eps=1e-5,

@@ -3,7 +3,7 @@
 Shape letters: M micro-batches, B rows, T tokens, S scored positions, D hidden.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.sharding import Mesh
 
 from pippin.data.batches import Batch
 from pippin.engines import StepResult, Weights
@@ -19,6 +20,7 @@ from pippin.engines.jax.architecture import Spec
 from pippin.engines.jax.decoder import How, Net, Params, Rows, head_weight, hidden_states
 from pippin.engines.jax.lora import scaled
 from pippin.engines.jax.loss import Head, chunk_size, head_loss
+from pippin.engines.jax.mesh import make_mesh, notice, shardings, split_rows, split_weights
 from pippin.engines.jax.optimizer import Adam, Masters, first_masters, update
 from pippin.engines.jax.rows import bucket, power_of_two, stack
 from pippin.engines.jax.trainable import Trainable
@@ -35,6 +37,7 @@ class Rule:
     adam: Adam
     full: bool
     dtype: str
+    mesh: Mesh | None = None
 
 
 class Frozen(NamedTuple):
@@ -52,21 +55,31 @@ class JaxTrainer:
     ) -> None:
         train = settings.train
         self.train, self.seed = train, settings.seed
-        self.frozen, self.trainable = frozen, trainable
+        mesh = make_mesh(settings.devices, train.batch_rows)
+        self.frozen, self.trainable = split_weights(mesh, frozen), trainable
         self.rule = Rule(
             spec=trainable.spec,
             how=How(dropout=settings.dropout, remat=train.gradient_checkpointing),
             adam=Adam.of(train),
             full=trainable.full,
             dtype=settings.dtype,
+            mesh=mesh,
         )
-        self.masters = first_masters(self.rule.adam, first)
+        self.masters = split_weights(mesh, first_masters(self.rule.adam, first))
         self.steps, self.updates = 0, 0
         self._unmoved = set(trainable.shapes)
-        self.notices: tuple[str, ...] = ()
+        self.notices: tuple[str, ...] = () if mesh is None else (notice(mesh),)
 
-    def step(self, batches: Sequence[Batch], learning_rate: float) -> StepResult:
-        """One AdamW update over the micro-batches, each scored token weighing the same."""
+    def step(
+        self,
+        batches: Sequence[Batch],
+        learning_rate: float,
+        upcoming: Callable[[], Sequence[Batch]] = tuple,
+    ) -> StepResult:
+        """One AdamW update over the micro-batches, each scored token weighing the same.
+
+        Nothing is gained by `upcoming` here.
+        """
         tokens = sum(batch.scored_tokens for batch in batches)
         assert tokens > 0, "a step needs a scored token"
         arrays = self._arrays(batches)
@@ -138,7 +151,8 @@ class JaxTrainer:
         batches = [_cut(batch, columns) for batch in batches]
         arrays = stack(batches, rows, columns, chunk_size(self.rule.spec))
         missing = max(0, train.accumulate - len(batches))
-        return {n: np.pad(a, ((0, missing), *[(0, 0)] * (a.ndim - 1))) for n, a in arrays.items()}
+        grown = {n: np.pad(a, ((0, missing), *[(0, 0)] * (a.ndim - 1))) for n, a in arrays.items()}
+        return split_rows(self.rule.mesh if rows == train.batch_rows else None, grown)
 
     def _check_moved(self, moved: Any) -> None:
         still = self._unmoved - self.trainable.moved(moved)
@@ -161,6 +175,7 @@ class Settings:
     dropout: float
     seed: int
     dtype: str
+    devices: tuple[jax.Device, ...]
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
@@ -183,6 +198,8 @@ def train_step(
     zeros = jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, masters.weights)
     sums = lax.fori_loop(0, count, add, zeros)
     masters, norm, moved = update(rule.adam, masters, sums, tokens, learning_rate)
+    if rule.mesh is not None:
+        masters = lax.with_sharding_constraint(masters, shardings(rule.mesh, masters))
     return masters, sums[0], norm, moved
 
 
