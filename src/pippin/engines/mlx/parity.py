@@ -3,6 +3,8 @@
 A model of the same config with few layers, a small vocabulary and random weights goes through both.
 What differs would compute other numbers without a word (a rope base that is not read, an attention
 window that is left out), so it is refused, or limited to the lengths at which the two agree.
+
+Shape letters: B 1, T tokens.
 """
 
 import contextlib

@@ -1,0 +1,34 @@
+"""The MLX engine's probes: what it computes with, each against float64 in numpy."""
+
+import importlib
+
+from pippin.check import Probe, Shapes
+
+# Each module has FAMILIES, in the order of the table.
+MODULES = ("attention", "products", "training", "arrays")
+
+
+def probes(device: str, shapes: Shapes) -> tuple[Probe, ...]:
+    """Every probe on `auto`, `cpu`, `cuda` or `mps`; UsageError where that device is not there."""
+    from pippin.engines.mlx.blas import preload
+
+    preload()
+    from pippin.engines.mlx.device import pick_device
+
+    pick_device(device)
+    found: list[Probe] = []
+    for name in MODULES:
+        module = importlib.import_module(f"{__name__}.{name}")
+        for family in module.FAMILIES:
+            found.extend(family.probes(shapes))
+    return tuple(found)
+
+
+def describe(device: str) -> str:
+    """The device and MLX's version, e.g. `cpu (2 cores), MLX 0.32.4`."""
+    from importlib.metadata import version
+
+    from pippin.engines.mlx.device import describe as words
+    from pippin.engines.mlx.device import pick_device
+
+    return f"{words(pick_device(device))}, MLX {version('mlx')}"
