@@ -21,7 +21,7 @@ Schedule: TypeAlias = Literal["cosine", "linear", "constant"]
 QuantizerName: TypeAlias = Literal["awq", "best", "gptq", "hqq", "mse", "rtn"]
 Scheme: TypeAlias = Literal["symmetric", "affine"]
 Importance: TypeAlias = Literal["loss", "inputs"]
-TargetName: TypeAlias = Literal["coreai", "executorch", "gguf", "hf", "mlx"]
+TargetName: TypeAlias = Literal["coreai", "coreml", "executorch", "gguf", "hf", "mlx"]
 
 
 def key(default: Any, doc: str) -> Any:
@@ -79,6 +79,9 @@ class Lora:
         ("all-linear",), "linears by last name, by `*` pattern over the full name, or all-linear"
     )
     rslora: bool = key(False, "scale by alpha / sqrt(rank) instead")
+    mlx_lm: bool = key(
+        False, "write it in mlx-lm's layout as well, in the adapter's folder `mlx-lm`"
+    )
 
     @property
     def scale(self) -> float:

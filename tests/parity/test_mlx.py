@@ -205,3 +205,32 @@ def changed(folder, target, **keys):
     config = json.loads((folder / "config.json").read_text())
     (target / "config.json").write_text(json.dumps(config | keys))
     return target
+
+
+def test_mlx_lm_loads_the_layout_it_knows(engines, tiny, tmp_path):
+    """Of an adapter on some layers, on some linears, with its own scale."""
+    import mlx.core as mx
+    from mlx_lm.tuner.utils import load_adapters
+
+    from pippin.engines.mlx.load import load_network
+    from pippin.model import mlx_adapter
+
+    lora = Lora(rank=3, alpha=5, rslora=True, targets=("model.layers.1.*_proj",))
+    weights = first(tiny("qwen3"), lora)
+    rng = np.random.default_rng(3)
+    for name, array in weights.items():
+        weights[name] = rng.normal(0, 0.2, array.shape).astype(np.float32)
+    save_adapter(tmp_path, lora, weights, Base(name="tiny", digest=""))
+    mlx_adapter.write(tmp_path / "mlx-lm", lora, weights, 2)
+    network = load_adapters(load_network(tiny("qwen3"), mx.float32), str(tmp_path / "mlx-lm"))
+    network.eval()
+    logits = torch.from_numpy(np.array(network(mx.array(tokens()[:, :-1]))))
+    ids = torch.from_numpy(tokens()).long()
+    theirs = logits.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0].numpy()
+    np.testing.assert_allclose(theirs, peft_logits(tiny("qwen3"), tmp_path), atol=2e-5)
+    again = load_adapter(tmp_path / "mlx-lm")
+    for name, array in weights.items():
+        np.testing.assert_array_equal(again.weights[name], array)
+    assert again.scale_of(again.linears[0]) == pytest.approx(lora.scale)
+    with pytest.raises(ModelError, match="no place for an adapter of lm_head"):
+        mlx_adapter.refuse_unwritable(["model.layers.0.mlp.up_proj", "lm_head"])

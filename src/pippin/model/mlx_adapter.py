@@ -1,9 +1,11 @@
-"""mlx-lm's adapter folders, read as PEFT's: the same pairs, transposed, under other names.
+"""mlx-lm's adapter folders, read and written: PEFT's pairs, transposed, under other names.
 
 Shape letters: I input features, O output features, R rank.
 """
 
+import json
 import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pippin.errors import ModelError
+from pippin.model import names
 from pippin.model.tensors import file_tensors, read_tensor
+from pippin.model.weights import Writer
+from pippin.recipe import Lora
 
 WEIGHTS = "adapters.safetensors"
+FOLDER = "mlx-lm"  # below the adapter's own
+_BLOCK = re.compile(r".*?\.\d+\.(.+)")
 
 
 def is_one(folder: Path) -> bool:
@@ -48,3 +55,37 @@ def read(folder: Path, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, N
         raise ModelError(f"{folder} holds pairs of ranks {sorted(ranks)}", "save it again")
     rank = ranks.pop()
     return {"peft_type": "LORA", "r": rank, "lora_alpha": asked["scale"] * rank}, weights
+
+
+def refuse_unwritable(linears: Iterable[str]) -> None:
+    """Raise ModelError for a linear outside the decoder layers, where mlx-lm has no adapter."""
+    outside = [name for name in linears if names.layer(name) is None]
+    if outside:
+        raise ModelError(
+            f"mlx-lm's layout has no place for an adapter of {outside[0]}",
+            "leave it out of lora.targets, or set lora.mlx_lm = false",
+        )
+
+
+def write(folder: Path, lora: Lora, weights: Mapping[str, NDArray[Any]], num_layers: int) -> None:
+    """The adapter for `mlx_lm.load(..., adapter_path=folder)`; layers without a pair get none.
+
+    `weights` are `lora_A` (R, I) and `lora_B` (O, R); `num_layers` is the model's.
+    """
+    folder.mkdir()
+    pairs = {}
+    for name, tensor in weights.items():
+        linear, _, side = name.removesuffix(".weight").rpartition(".lora_")
+        pairs[f"{linear}.lora_{side.lower()}"] = np.ascontiguousarray(tensor.T)
+    with Writer(folder, pairs) as writer:
+        for name, pair in pairs.items():
+            writer.write(name, pair)
+    (folder / "model.safetensors").rename(folder / WEIGHTS)
+    linears = {name.rpartition(".lora_")[0] for name in weights}
+    places = [found for linear in linears if (found := _BLOCK.fullmatch(linear))]
+    first = min(layer for linear in linears if (layer := names.layer(linear)) is not None)
+    keys = sorted({found[1] for found in places})
+    settings = {"rank": lora.rank, "scale": lora.scale, "dropout": lora.dropout, "keys": keys}
+    config = {"fine_tune_type": "lora", "num_layers": num_layers - first}
+    text = json.dumps(config | {"lora_parameters": settings}, indent=2)
+    (folder / names.ADAPTER_CONFIG).write_text(text + "\n")

@@ -7,7 +7,7 @@ from pathlib import Path
 from pippin.engines import Weights
 from pippin.errors import ModelError
 from pippin.job import Job
-from pippin.model import names
+from pippin.model import mlx_adapter, names
 from pippin.model.adapter import Base, adapted_linears, new_adapter, save_adapter
 from pippin.model.config import read_config
 from pippin.model.source import copy_side_files
@@ -20,7 +20,10 @@ def first_weights(job: Job) -> Weights:
     if recipe.train.method == "full":
         refuse_quantized(model)
         return {}
-    return new_adapter(adapted_linears(Checkpoint(model), recipe.lora), recipe.lora, recipe.seed)
+    linears = adapted_linears(Checkpoint(model), recipe.lora)
+    if recipe.lora.mlx_lm:
+        mlx_adapter.refuse_unwritable(linears)
+    return new_adapter(linears, recipe.lora, recipe.seed)
 
 
 def refuse_quantized(model: Path) -> None:
@@ -40,6 +43,9 @@ def write_outcome(folder: Path, job: Job, weights: Weights) -> None:
     else:
         base = Base(name=job.recipe.model.source, digest=job.origin.inputs["model"])
         save_adapter(folder, job.recipe.lora, weights, base)
+        if job.recipe.lora.mlx_lm:
+            layers = read_config(model).num_layers
+            mlx_adapter.write(folder / mlx_adapter.FOLDER, job.recipe.lora, weights, layers)
 
 
 def _write_model(folder: Path, base: Path, weights: Weights) -> None:
