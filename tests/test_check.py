@@ -1,5 +1,6 @@
 """`pippin check` over a device that crashes, hangs, refuses or miscalculates: it always reports."""
 
+import importlib.util
 import json
 import signal
 import sys
@@ -8,8 +9,10 @@ import pytest
 
 from pippin import check, cli
 from pippin.check import Finding, Probe
+from pippin.check.audits import AUDITS
 from pippin.check.judge import judge, verdict
 from pippin.check.runner import Begun, Checkup
+from pippin.engines import ENGINES
 from pippin.errors import PippinError, UsageError
 
 SUITE = '''
@@ -161,3 +164,13 @@ def test_the_command_as_json(broken, monkeypatch, capsys):
     assert {f["probe"]: f["verdict"] for f in found} == {n: v for n, (v, _) in WANTED.items()}
     assert next(f for f in found if f["probe"] == "nan")["figure"] == "nan"
     assert set(found[0]) == {"event", *Finding.__dataclass_fields__}
+
+
+@pytest.mark.parametrize("table", [check.PROBES, AUDITS], ids=["probes", "audits"])
+def test_tables_name_modules_that_are_there(table):
+    assert list(table) == sorted(table)
+    assert all(importlib.util.find_spec(module) for module in table.values())
+
+
+def test_every_engine_has_probes():
+    assert set(check.PROBES) == set(ENGINES)

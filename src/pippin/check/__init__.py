@@ -15,6 +15,7 @@ Fallback: TypeAlias = Literal["", "attention", "dtype", "compile", "device"]
 # Each module has `probes(device, shapes)`, as `Suite` says.
 PROBES = {
     "jax": "pippin.engines.jax.probes",
+    "mlx": "pippin.engines.mlx.probes",
     "torch": "pippin.engines.torch.probes",
 }
 WRONG = 10.0  # an error of more than this many tolerances is no rounding

@@ -42,7 +42,7 @@ def norms(shapes: Shapes, dtype: mx.Dtype) -> Iterator[Case]:
 
 
 def rotations(shapes: Shapes) -> Iterator[Case]:
-    """MLX's fused rotary embedding up to position 131,000."""
+    """MLX's fused rotary embedding up to position 131,000; a float32 angle is off by 8e-3 there."""
     x = draw(1, 2, 5, 64)
     for offset in (0, 511, 32767, 131000):
         out = mx.fast.rope(x, 64, traditional=False, base=1e4, scale=1.0, offset=offset)
@@ -108,10 +108,10 @@ FAMILIES = (
         avoid="dtype",
     ),
     Family(name="function.norm", measure=norms, remedy=FLOAT32, avoid="dtype"),
-    Family(name="function.rotation", measure=rotations, dtypes=(), tolerance=2e-5),
+    Family(name="function.rotation", measure=rotations, dtypes=(), tolerance=1e-2),
     Family(name="function.softmax", measure=softmax, remedy=FLOAT32, avoid="dtype"),
     Family(name="index.gathers", measure=gathers, dtypes=(), tolerance=1e-5),
-    Family(name="sum.many", measure=sums, dtypes=(), tolerance=1e-5),
+    Family(name="sum.many", measure=sums, dtypes=(), tolerance=2e-4),
     Family(
         name="random.numbers",
         measure=random,

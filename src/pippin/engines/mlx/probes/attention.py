@@ -60,7 +60,7 @@ def masked(shapes: Shapes, dtype: mx.Dtype) -> Iterator[Case]:
         visible_LS = _triangle(70) & ~_triangle(70, -16)
         visible_LS[:, :9] = False
         np.fill_diagonal(visible_LS, True)
-        out = fused(*operands, mask=mx.array(visible_LS))
+        out = fused(*operands, mask=as_mask(visible_LS))
         yield f"head_dim {channels}", gap(out, attend(*operands, visible_LS))
 
 
@@ -94,10 +94,16 @@ def _slope(operands: list[mx.array], found: Any, upstream: mx.array, number: int
     way = np.random.default_rng(number).standard_normal(inputs[number].shape)
     moved = []
     for sign in (1, -1):
-        shifted = [x + sign * step * way * (n == number) for n, x in enumerate(inputs)]
+        shifted = list(inputs)
+        shifted[number] = inputs[number] + sign * step * way
         moved.append((attend(*shifted, _triangle(17)) * exact(upstream)).sum())
     terms = exact(found[number]) * way
     return abs(terms.sum() - (moved[0] - moved[1]) / (2 * step)) / np.sqrt((terms**2).sum())
+
+
+def as_mask(visible: Any) -> mx.array:
+    """A numpy mask on the device."""
+    return mx.array(visible)
 
 
 def fused(query: mx.array, key: mx.array, value: mx.array, mask: Any = None) -> mx.array:

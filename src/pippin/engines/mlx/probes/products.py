@@ -85,7 +85,7 @@ FAMILIES = (
     Family(name="product.long inner", measure=long_inner),
     Family(name="product.vocabulary", measure=vocabulary, remedy=FLOAT32, avoid="dtype"),
     Family(name="product.repeated", measure=repeated, tolerance=0.0),
-    Family(name="quantized.product", measure=quantized, remedy=DENSE, avoid=""),
+    Family(name="quantized.product", measure=quantized, factor=3.0, remedy=DENSE, avoid=""),
     Family(
         name="quantized.unpacking",
         measure=unpacking,
