@@ -9,6 +9,7 @@ PACKAGES = (
     "compressed-tensors",
     "coreai-core",
     "coreai-torch",
+    "coremltools",
     "executorch",
     "gguf",
     "mlx",

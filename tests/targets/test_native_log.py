@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 
-from pippin.targets.executorch.native_log import without_harmless_lines
+from pippin.targets.native_log import without_harmless_lines
 
 
 def test_only_the_harmless_line_is_dropped(capfd):

@@ -12,6 +12,7 @@ from pippin.recipe import Quantize, Recipe
 
 TARGETS = {
     "coreai": "pippin.targets.coreai",
+    "coreml": "pippin.targets.coreml",
     "executorch": "pippin.targets.executorch",
     "gguf": "pippin.targets.gguf",
     "hf": "pippin.targets.hf",
@@ -20,6 +21,7 @@ TARGETS = {
 # What `pip install "pippin[...]"` brings for each.
 EXTRAS = {
     "coreai": "coreai",
+    "coreml": "coreml",
     "executorch": "deploy",
     "gguf": "torch",
     "hf": "hf",

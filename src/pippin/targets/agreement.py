@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from pippin.engines import Sampling, Scorer, load_engine
 from pippin.errors import PippinError
+from pippin.targets.native_log import without_harmless_lines
 
 GREEDY_TOKENS = 16
 _KEPT = 64
@@ -39,7 +40,8 @@ class Agreement:
 
 def load_parent(quantized: Path) -> Scorer:
     """The quantized model in PyTorch, in float32."""
-    return load_engine("torch", "cpu").load(quantized, "float32")
+    with without_harmless_lines():
+        return load_engine("torch", "cpu").load(quantized, "float32")
 
 
 def compare(

@@ -9,6 +9,9 @@ from torch import Tensor, nn
 
 from pippin.targets.decoder import Shape
 
+# Taken off the scores of slots that a token may not see; a float16 holds it.
+UNSEEN = 30000.0
+
 
 class RMSNorm(nn.Module):
     """x / rms(x) * weight."""
@@ -63,8 +66,8 @@ class Cache(nn.Module):
         q_BTKNC = q_BTHC.view(1, length, kv_heads, repeat, channels)
         rows_BKXC = q_BTKNC.permute(0, 2, 3, 1, 4).reshape(1, kv_heads, repeat * length, channels)
         slots_S, rows_T = torch.arange(self.keys.shape[2]), torch.arange(length) + start
-        seen_TS = slots_S[None] <= rows_T[:, None]
-        mask_TS = torch.where(seen_TS, 0.0, -1e9)
+        seen_TS = (slots_S[None] <= rows_T[:, None]).float()
+        mask_TS = (seen_TS - 1) * UNSEEN
         mixed_BKXC = nn.functional.scaled_dot_product_attention(
             rows_BKXC, self.keys, self.values, mask_TS.repeat(repeat, 1), scale=self.scale
         )

@@ -15,6 +15,7 @@ from pippin.events import Event
 from pippin.recipe import Quantize
 from pippin.targets import Bundle
 from pippin.targets.families import refuse_family
+from pippin.targets.quiet import quiet
 
 
 class CoreAi:
@@ -26,13 +27,15 @@ class CoreAi:
 
     def write(self, bundle: Bundle) -> Iterator[Event]:
         """Make, describe and check the bundle. Raises what writing.write raises."""
-        from pippin.targets.coreai import writing
+        with quiet():
+            from pippin.targets.coreai import writing
 
         yield from writing.write(bundle)
 
     def load(self, folder: Path) -> Scorer:
         """The .aimodel in Core AI's runtime. Raises ModelError for an incomplete bundle."""
-        from pippin.targets.coreai import writing
+        with quiet():
+            from pippin.targets.coreai import writing
 
         return writing.load(folder)
 

@@ -14,7 +14,9 @@ from coreai.authoring.asset import AIModelAsset
 from coreai.runtime import NDArray as DeviceArray
 from numpy.typing import NDArray
 
-from pippin.targets.coreai.program import INPUTS, MAIN, OUTPUT, SCORE
+from pippin.targets.coreai.program import MAIN, SCORE
+from pippin.targets.exporting import INPUTS, OUTPUT
+from pippin.targets.quiet import quiet
 from pippin.targets.stepping import SteppingModel, log_softmax
 
 
@@ -25,9 +27,10 @@ class AimodelModel(SteppingModel):
         super().__init__(context)
         self._loop = asyncio.new_event_loop()
         opened: Any = AIModelAsset.load(path).executable()
-        self._model = self._loop.run_until_complete(opened.__aenter__())
-        weakref.finalize(self, _close, self._loop, opened)
-        self._functions = {name: self._model.load_function(name) for name in (MAIN, SCORE)}
+        with quiet():
+            self._model = self._loop.run_until_complete(opened.__aenter__())
+            weakref.finalize(self, _close, self._loop, opened)
+            self._functions = {name: self._model.load_function(name) for name in (MAIN, SCORE)}
         # Each function has states of its own; a row runs in one of them from its start.
         self._states = {name: _zeros(found.desc) for name, found in self._functions.items()}
 

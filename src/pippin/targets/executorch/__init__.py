@@ -4,7 +4,6 @@ constraint.py   what the target can hold, asked before any work
 folder.py       codes as XNNPACK holds them
 layers.py       linears, embeddings, norms and rotations in forms that XNNPACK takes
 parts.py        caches and quantized layers of the shared decoder
-native_log.py   what of the runtime's log is not worth a line
 lowering.py     export, delegation, serialization
 delegation.py   what runs in XNNPACK
 runtime.py      the .pte as a Scorer
@@ -27,8 +26,8 @@ from pippin.targets.executorch.constraint import (
     refuse_quantize,
     refuse_scales,
 )
-from pippin.targets.executorch.native_log import without_harmless_lines
 from pippin.targets.families import refuse_family
+from pippin.targets.native_log import without_harmless_lines
 
 
 class ExecuTorch:

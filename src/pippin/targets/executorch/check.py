@@ -19,8 +19,8 @@ from torch import Tensor
 from pippin.engines import Sampling
 from pippin.errors import PippinError
 from pippin.targets.decoder import Decoder, Weights
-from pippin.targets.executorch.native_log import without_harmless_lines
 from pippin.targets.executorch.runtime import PteModel
+from pippin.targets.native_log import without_harmless_lines
 from pippin.targets.stepping import log_softmax
 
 # Relative size of the nudge: above float32's own rounding, far below a step of int8.

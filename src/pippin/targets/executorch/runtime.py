@@ -14,7 +14,7 @@ import torch
 from executorch.runtime import Runtime
 from numpy.typing import NDArray
 
-from pippin.targets.executorch.native_log import without_harmless_lines
+from pippin.targets.native_log import without_harmless_lines
 from pippin.targets.stepping import SteppingModel
 
 

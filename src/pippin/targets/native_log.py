@@ -1,4 +1,4 @@
-"""Keeps harmless lines of ExecuTorch's C++ log off stderr."""
+"""Keeps harmless lines of the runtimes' native logs off stderr."""
 
 import contextlib
 import io
@@ -16,6 +16,11 @@ HARMLESS = (
     # Kernels of GPUs that a library brings along, and a registration that torch no longer wants.
     b"torchao/_C_",
     b"register_constant() on Enum subclasses",
+    # Progress of converters, and of Core AI's loader.
+    b"Converting PyTorch Frontend",
+    b"Running MIL",
+    b"to Core AI",
+    b"ODIE [default]",
 )
 STDERR = 2
 
@@ -59,4 +64,8 @@ def without_harmless_lines() -> Generator[None]:
 def _pass_on(written: bytes) -> None:
     if written:
         lines = written.splitlines(keepends=True)
-        os.write(STDERR, b"".join(line for line in lines if not any(h in line for h in HARMLESS)))
+        os.write(STDERR, b"".join(line for line in lines if not _is_harmless(line)))
+
+
+def _is_harmless(line: bytes) -> bool:
+    return not line.strip() or any(words in line for words in HARMLESS)

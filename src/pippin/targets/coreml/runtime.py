@@ -1,0 +1,114 @@
+"""A saved .mlpackage as a Scorer: its own program and weights, run operator by operator in numpy.
+
+Core ML runs on Apple's systems only; this reads what it would read.
+
+Shape letters: V vocab.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import coremltools
+import numpy as np
+from coremltools.converters.mil.frontend.milproto.load import load as load_program
+from coremltools.converters.mil.mil import types
+from numpy.typing import NDArray
+
+from pippin.errors import ModelError
+from pippin.targets.coreml import mil
+from pippin.targets.exporting import INPUTS
+from pippin.targets.stepping import SteppingModel
+
+_EXPANDED = "constexpr_blockwise_shift_scale"
+
+
+class PackageModel(SteppingModel):
+    """A deployed file as a Scorer."""
+
+    def __init__(self, path: Path, context: int) -> None:
+        super().__init__(context)
+        model: Any = coremltools.models.MLModel(str(path), skip_model_load=True)
+        spec = model.get_spec()
+        program: Any = load_program(
+            spec,
+            specification_version=spec.specificationVersion,
+            file_weights_dir=model.weights_dir,
+        )
+        (self._function,) = program.functions.values()
+        self._constants = dict(self._read_constants())
+        self._states = {
+            state.name: np.zeros(state.type.stateType.arrayType.shape, np.float32)
+            for state in spec.description.state
+        }
+
+    def last_logits(self, tokens: Sequence[int], start: int) -> NDArray[np.float32]:
+        """Logits after the last of some tokens, (V,); see SteppingModel."""
+        self.require_room(start + len(tokens))
+        if len(tokens) == self.context:
+            self.last_logits(tokens[:-1], start)
+            tokens, start = tokens[-1:], start + len(tokens) - 1
+        values: mil.Values = {
+            INPUTS[0]: np.array([tokens], np.int32),
+            INPUTS[1]: np.array([start], np.int32),
+        }
+        for operation in self._function.operations:
+            if operation.outputs[0].name not in self._constants:
+                values[operation.outputs[0].name] = self._compute(operation, values)
+        (output,) = self._function.outputs
+        return values[output.name].reshape(-1)
+
+    def matrices(self) -> Iterator[NDArray[np.float32]]:
+        """Every weight that the package stores as codes, expanded."""
+        for operation in self._function.operations:
+            if operation.op_type == _EXPANDED:
+                yield self._constants[operation.outputs[0].name]
+
+    def _read_constants(self) -> Iterator[tuple[str, Any]]:
+        found: dict[str, Any] = {}
+        for operation in self._function.operations:
+            name = operation.outputs[0].name
+            if operation.op_type == "const":
+                found[name] = _widened(operation.val.val)
+            elif operation.op_type == _EXPANDED:
+                given = {k: found[v.name] for k, v in operation.inputs.items() if v is not None}
+                found[name] = mil.expand_blocks(given)
+            else:
+                continue
+            yield name, found[name]
+
+    def _compute(self, operation: Any, values: mil.Values) -> Any:
+        kind, inputs = operation.op_type, operation.inputs
+        if kind == "read_state":
+            return self._states[inputs["input"].name]
+        given = {k: self._value(v, values) for k, v in inputs.items() if k != "state"}
+        if kind == "coreml_update_state":
+            self._states[inputs["state"].name] = given["value"]
+            return given["value"]
+        if kind not in mil.OPERATORS:
+            raise ModelError(
+                f"coreml: operator {kind} of {operation.name} is not known here",
+                "use the version of coremltools that pippin names",
+            )
+        return _rounded(mil.run(kind, given), operation.outputs[0])
+
+    def _value(self, variable: Any, values: mil.Values) -> Any:
+        if variable is None:
+            return None
+        if isinstance(variable, list | tuple):
+            return [self._value(one, values) for one in variable]
+        name = variable.name
+        return self._constants[name] if name in self._constants else values[name]
+
+
+def _widened(value: Any) -> Any:
+    is_half = isinstance(value, np.ndarray | np.generic) and value.dtype == np.float16
+    return value.astype(np.float32) if is_half else value
+
+
+def _rounded(value: NDArray[Any], output: Any) -> NDArray[Any]:
+    """As wide as the operator declares; computed in float32 all the same."""
+    if output.dtype == types.fp16:
+        with np.errstate(over="ignore"):
+            return value.astype(np.float16).astype(np.float32)
+    return value
