@@ -2,9 +2,9 @@
 
 import pytest
 
-from pippin.chips import GIB, Elsewhere, load_chips, parse_memory, working_set
+from pippin.chips import Elsewhere, load_chips, parse_memory
 from pippin.errors import UsageError
-from pippin.machine import find_machine
+from pippin.machine import GIB, find_machine, working_set
 
 
 # As llama.cpp prints Metal's recommendation, in MiB: llama-cpp-python#687, llama.cpp#2011, #3213.

@@ -182,6 +182,13 @@ def test_memory_of_the_accelerator_counts_for_training(recipe):
     assert any(message.startswith("train needs") for message, _ in plan.refusals)
 
 
+def test_a_gpu_that_shares_memory_takes_its_part_for_training(recipe):
+    gpu = Accelerator(kind="mps", name="M", memory_total=2**34, memory_available=1000)
+    plan = make_plan(recipe, replace(MACHINE, accelerator=gpu, shared_memory=True))
+    refused = [message.partition(" needs")[0] for message, _ in plan.refusals]
+    assert refused == ["evaluate-base", "train"]
+
+
 def test_time_grows_with_updates(recipe):
     short, long = (make_plan(recipe, MACHINE, updates).needs["train"] for updates in (10, 30))
     assert long.seconds == pytest.approx(3 * short.seconds)

@@ -8,11 +8,8 @@ from dataclasses import dataclass, replace
 from importlib import resources
 
 from pippin.errors import UsageError
-from pippin.machine import Accelerator, Machine
+from pippin.machine import GIB, Accelerator, Machine, working_set
 
-GIB = 2**30
-# Of the memory that CPU and GPU share, what Metal recommends to take at most (see chips.toml).
-SMALL, SHARE_SMALL, SHARE_LARGE = 32 * GIB, 2 / 3, 3 / 4
 DEVICES = ("cpu", "cuda", "mps")
 
 
@@ -39,11 +36,6 @@ def load_chips() -> dict[str, Chip]:
         )
         for name, table in tables.items()
     }
-
-
-def working_set(memory: int) -> int:
-    """Bytes that a GPU sharing `memory` bytes may take by Metal's recommendation."""
-    return int(memory * (SHARE_SMALL if memory <= SMALL else SHARE_LARGE))
 
 
 def parse_memory(text: str) -> int:
@@ -107,4 +99,5 @@ def _imagined(here: Machine, total: int, device: str, chip: Chip | None) -> Mach
         gflops=math.nan,
         elsewhere=True,
         accelerator=accelerator,
+        accelerated=here.engines,
     )

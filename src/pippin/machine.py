@@ -17,6 +17,8 @@ import psutil
 from pippin.engines import ENGINES
 
 GIB = 2**30
+# Of the memory that CPU and GPU share, what Metal recommends to take at most (see chips.toml).
+SMALL, SHARE_SMALL, SHARE_LARGE = 32 * GIB, 2 / 3, 3 / 4
 # Packages without which an engine leaves an accelerator alone.
 _PLUGINS = {
     ("cuda", "jax"): ("jax-cuda12-plugin", "jax-cuda13-plugin"),
@@ -115,6 +117,11 @@ def memory() -> tuple[int, int]:
     return limit, max(0, min(host.available, limit - (used or 0) + _reclaimable()))
 
 
+def working_set(memory: int) -> int:
+    """Bytes that a GPU sharing `memory` bytes may take by Metal's recommendation."""
+    return int(memory * (SHARE_SMALL if memory <= SMALL else SHARE_LARGE))
+
+
 def native_bfloat16() -> bool:
     """Whether the CPU multiplies bfloat16 itself; elsewhere it is slower than float32."""
     if platform.system() == "Darwin":
@@ -161,7 +168,8 @@ def _apple_silicon() -> bool:
 def _mps(chip: str, total: int, available: int) -> Accelerator | None:
     if not _apple_silicon():
         return None
-    return Accelerator(kind="mps", name=chip, memory_total=total, memory_available=available)
+    free = min(available, working_set(total))
+    return Accelerator(kind="mps", name=chip, memory_total=total, memory_available=free)
 
 
 def _cuda() -> Accelerator | None:

@@ -62,7 +62,8 @@ def make_plan(recipe: Recipe, machine: Machine, updates: int | None = None) -> P
     _require(recipe, machine)
     notices: tuple[str, ...] = ()
     if not machine.elsewhere:
-        recipe, notices = heed(recipe, machine.device(recipe.model.device))
+        device = machine.device(recipe.model.device, recipe.model.engine)
+        recipe, notices = heed(recipe, device)
     steps, model = make_steps(recipe), model_folder(recipe)
     facts = look(recipe, model)
     updates = updates or recipe.train.steps
@@ -127,7 +128,7 @@ def _free_memory(forecast: Forecast, step: Step) -> int:
     """What the step may take: the accelerator's memory where it computes, else the host's."""
     machine = forecast.machine
     computes = step.stage == "train" or (step.stage == "evaluate" and "bundle" not in step.inputs)
-    if computes and forecast.device == "cuda" and machine.accelerator:
+    if computes and forecast.device != "cpu" and machine.accelerator:
         return machine.accelerator.memory_available
     return machine.memory_available
 

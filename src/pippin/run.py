@@ -32,8 +32,9 @@ def run(plan: Plan, only: str | None = None, redo: Collection[str] = ()) -> Iter
     GateError after the report is written.
     """
     plan.raise_refusals()
-    for text in set_watermarks(plan.device, os.environ):
-        yield Notice(stage="run", text=text)
+    if plan.recipe.model.engine == "torch":
+        for text in set_watermarks(plan.device, os.environ):
+            yield Notice(stage="run", text=text)
     with locked(plan.folder):
         walk = Walk(plan=plan, redo=frozenset(redo))
         try:
