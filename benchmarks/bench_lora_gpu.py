@@ -1,14 +1,15 @@
 """LoRA training on one CUDA device: pippin beside transformers' Trainer with peft, random weights.
 
 The shape is OpenLLaMA-3B-v2's, Qwen2.5-7B's for w3; 4,096 samples have log-normal lengths of mean
-216, from 24 to 1,024
-tokens. pippin packs them into rows, Trainer pads batches of 4; only real tokens count.
+216, from 24 to 1,024 tokens. pippin packs them into rows, Trainer pads batches of 4; only real
+tokens count.
 """
 
 import argparse
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -200,7 +201,7 @@ def pippin(name: str, tokens: int, options: argparse.Namespace) -> Run:
     results, clocks, counts, compiled = [], [], [], 0
     for step in range(WARM + STEPS):
         batches = plan.batches(step)
-        results.append(trained.step(batches, RATE))
+        results.append(trained.step(batches, RATE, partial(plan.batches, step + 1)))
         clocks.append(time.perf_counter())
         counts.append(sum(batch.real_tokens for batch in batches))
         compiled = graphs() if step < WARM else compiled

@@ -6,7 +6,7 @@ import math
 import os
 import signal
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,7 +52,12 @@ class Histogram:
         self.ballast = np.zeros(script.weight_size, np.uint8)
         self.steps = 0
 
-    def step(self, batches: Sequence[Batch], learning_rate: float) -> StepResult:
+    def step(
+        self,
+        batches: Sequence[Batch],
+        learning_rate: float,
+        upcoming: Callable[[], Sequence[Batch]] = tuple,
+    ) -> StepResult:
         if self.steps + 1 == self.script.interrupt_at:
             for _ in range(self.script.signals):
                 os.kill(os.getpid(), signal.SIGINT)

@@ -67,6 +67,7 @@ class BatchPlan:
         self._lengths = np.array([len(s.tokens) for s in samples], dtype=np.int64)
         _check_lengths(self._lengths, train.row_tokens)
         self._epoch = 0
+        self._newest: tuple[int, list[Batch]] | None = None
         self._rows = self._arrange(0)
         self.rows: int = len(self._rows)
         self.steps_per_epoch: int = -(-self.rows // (train.batch_rows * train.accumulate))
@@ -76,8 +77,13 @@ class BatchPlan:
         """The micro-batches of update `step`, counted from 0 over all epochs.
 
         The last update of an epoch holds the rows that are left: fewer batches, the last of them
-        with fewer rows.
+        with fewer rows. Asked for the same update again, it gives the same objects.
         """
+        if self._newest is None or self._newest[0] != step:
+            self._newest = step, self._batches(step)
+        return self._newest[1]
+
+    def _batches(self, step: int) -> list[Batch]:
         epoch, update = divmod(step, self.steps_per_epoch)
         if epoch != self._epoch:
             self._epoch, self._rows = epoch, self._arrange(epoch)

@@ -4,7 +4,7 @@ Shape letters: B batch, T tokens, K kept tokens of a distribution, D features.
 """
 
 import importlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
@@ -80,10 +80,17 @@ class Trainer(Protocol):
         """What was replaced by something slower, in words."""
         ...
 
-    def step(self, batches: Sequence[Batch], learning_rate: float) -> StepResult:
+    def step(
+        self,
+        batches: Sequence[Batch],
+        learning_rate: float,
+        upcoming: Callable[[], Sequence[Batch]] = tuple,
+    ) -> StepResult:
         """One AdamW update over the micro-batches, each token weighing the same.
 
         Where the loss or the gradient norm is not finite, no update is made; the result tells.
+        `upcoming` gives the batches that the next call will bring: an engine that waits for its
+        device may move them there meanwhile.
         """
         ...
 

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import psutil
@@ -65,6 +66,9 @@ class _Run:
     @property
     def train(self) -> Train:
         return self.job.recipe.train
+
+    def batches(self, step: int) -> Sequence[Batch]:
+        return self.material.plan.batches(step) if step < self.material.total else ()
 
     def over(self, position: Position) -> bool:
         patience = self.train.patience
@@ -128,9 +132,9 @@ def _loop(run: _Run, position: Position) -> Generator[Event, None, Position]:
 
 def _update(run: _Run, position: Position) -> Generator[Event, None, Position]:
     start = time.perf_counter()
-    batches = run.material.plan.batches(position.step)
+    batches = run.batches(position.step)
     rate = learning_rate(run.train, position.step, run.material.total)
-    result = run.trainer.step(batches, rate)
+    result = run.trainer.step(batches, rate, partial(run.batches, position.step + 1))
     loss = result.loss_sum / result.tokens
     wrong = fault(loss, result.grad_norm, position.recent, run.train.spike)
     if wrong:

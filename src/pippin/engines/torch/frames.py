@@ -102,12 +102,14 @@ class Frame:
                 linear.weight = nn.Parameter(view, requires_grad=False)
             row = stop
 
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Take the adapters' newest values."""
-        for a in self.adapters:
-            self.below[a.ranks].copy_(a.linear.lora_A)
-            self.beside[a.rows, a.ranks].copy_(a.linear.lora_B)
+    @property
+    def places(self) -> list[Tensor]:
+        """Where the masters' values stand in the frame."""
+        return [
+            place
+            for a in self.adapters
+            for place in (self.below[a.ranks], self.beside[a.rows, a.ranks])
+        ]
 
     def inner(self, tokens: int, *, keep: bool = False) -> Wide:
         """Room for `tokens` inputs; `keep` asks for their values even where no adapter does."""
@@ -160,10 +162,18 @@ class Frame:
         beside_OE = dy.values[:, self.span].T @ x_TX[:, self.inputs :]
         grads: list[Tensor] = []
         for a in self.adapters:
-            exact = a.linear.lora_A.dtype
             rows = slice(a.rows.start - self.span.start, a.rows.stop - self.span.start)
-            grads += [below_EI[a.ranks].to(exact), beside_OE[rows, a.ranks].to(exact)]
+            grads += [below_EI[a.ranks], beside_OE[rows, a.ranks]]
         return grads
+
+
+@torch.no_grad()
+def refresh(frames: Sequence[Frame]) -> None:
+    """Take the adapters' newest values."""
+    masters = [master for frame in frames for master in frame.masters]
+    if masters:
+        places = [place for frame in frames for place in frame.places]
+        torch._foreach_copy_(places, list[Tensor](masters))
 
 
 def _in_float8(x: Wide, side: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:

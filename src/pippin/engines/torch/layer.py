@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from pippin.engines.torch import layer_ops as ops
 from pippin.engines.torch.attention import Packing
 from pippin.engines.torch.float8 import SIDE
-from pippin.engines.torch.frames import Frame, Wide
+from pippin.engines.torch.frames import Frame, Wide, refresh
 from pippin.engines.torch.layer_ops import Norm
 from pippin.engines.torch.lora import LoraLinear
 from pippin.engines.torch.triton_ops import attend_backward, attend_forward
@@ -107,13 +107,14 @@ def find_parts(layer: nn.Module, float8: bool) -> Llama | str:
         down=down,
         heads=(o.inputs // channels, attention.k_proj.out_features // channels, channels),
         scale=attention.scaling,
-        window=getattr(attention, "sliding_window", None),
+        window=_window(attention),
     )
 
 
 def _unfit(linears: list[Any], norms: tuple[Any, Any], float8: bool) -> str | None:
     for linear in linears:
-        if not isinstance(linear, nn.Linear | LoraLinear) or linear.weight.requires_grad:
+        plain = isinstance(linear, nn.Linear | LoraLinear) and linear.weight is not None
+        if not plain or linear.weight.requires_grad:
             return "its linears are trained or of their own kind"
         if getattr(linear, "dropout", 0.0):
             return "its adapters drop inputs"
@@ -139,6 +140,11 @@ def _odd(linear: Any) -> bool:
     return linear.in_features % SIDE > 0 or linear.out_features % SIDE > 0
 
 
+def _window(attention: Any) -> int | None:
+    """Where a layer has no window of its own, the network's."""
+    return getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
+
+
 def _norm(module: Any) -> Norm:
     return Norm(module.weight, module.variance_epsilon)
 
@@ -160,8 +166,7 @@ def forward_of(parts: Llama) -> Callable[..., Tensor]:
 class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, parts: Llama, call: Call, *_: Tensor) -> Tensor:
-        for frame in parts.frames:
-            frame.refresh()
+        refresh(parts.frames)
         x_TD = x_TD.contiguous()
         n = parts.kqv.inner(len(x_TD))
         rates_T = ops.norm(x_TD, parts.norms[0], n)[1]

@@ -5,7 +5,7 @@ Shape letters: B rows, T tokens, S scored positions, D hidden, V vocabulary.
 
 import contextlib
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -48,6 +48,7 @@ class TorchTrainer:
         self.head, self.ability = find_head(network), find_ability(network)
         self.notices = self._notices()
         self.steps = 0
+        self._ahead: list[tuple[Batch, Rows]] = []
         if train.packing and not self.ability.packs:
             raise ModelError(
                 f"{type(network).__name__} cannot keep packed samples apart",
@@ -68,21 +69,34 @@ class TorchTrainer:
             fuse(network.modules())
         self.optimizer = Optimizer(trainable, train, _waits)
 
-    def step(self, batches: Sequence[Batch], learning_rate: float) -> StepResult:
-        """One AdamW update over the micro-batches, each scored token weighing the same."""
+    def step(
+        self,
+        batches: Sequence[Batch],
+        learning_rate: float,
+        upcoming: Callable[[], Sequence[Batch]] = tuple,
+    ) -> StepResult:
+        """One AdamW update over the micro-batches, each scored token weighing the same.
+
+        On CUDA the next update's batches are moved while the device works on this one.
+        """
         tokens = sum(batch.scored_tokens for batch in batches)
         assert tokens > 0, "a step needs a scored token"
         if not self.network.training:
             self.network.train()
         with _seeded(self.seed, self.steps, self.network.device):
             losses = [self._backward(batch) for batch in batches]
+        self._ahead = []
         self.steps += 1
         found = torch.stack(losses).sum(), self.optimizer.grad_norm() / tokens
-        loss_sum, norm = self._update(found, learning_rate, tokens)
+        loss_sum, norm = self._update(found, learning_rate, tokens, upcoming)
         return StepResult(loss_sum=loss_sum, tokens=tokens, grad_norm=norm)
 
     def _update(
-        self, found: tuple[Tensor, Tensor], learning_rate: float, tokens: int
+        self,
+        found: tuple[Tensor, Tensor],
+        learning_rate: float,
+        tokens: int,
+        upcoming: Callable[[], Sequence[Batch]],
     ) -> list[float]:
         """Summed loss and gradient norm; no update where one is not finite.
 
@@ -92,6 +106,7 @@ class TorchTrainer:
         if self.network.device.type == "cuda":
             broken = (~torch.stack([x.isfinite() for x in found]).all()).float()
             self.optimizer.update(learning_rate, factor, broken)
+            self._ahead = [(batch, self._lay_out(batch)) for batch in upcoming()]
             values = _to_host(*found)
             if not all(map(math.isfinite, values)):
                 self.optimizer.take_back()
@@ -108,7 +123,9 @@ class TorchTrainer:
         """Summed loss in nats and count of scored tokens; no gradient, dropout off."""
         self.network.eval()
         with _eager(self.compiled):
-            return self._loss(batch).item(), batch.scored_tokens
+            self._refuse_long(batch)
+            rows = self.ability.layout(batch, self.network.device)
+            return self._loss(rows).item(), batch.scored_tokens
 
     def weights(self) -> Weights:
         """The trainable tensors in float32 on the host, by checkpoint name."""
@@ -148,17 +165,21 @@ class TorchTrainer:
         return fault is None
 
     def _backward(self, batch: Batch) -> Tensor:
-        if self.compiled:
-            batch = _filled(batch, self.train)
-        plain = batch.tokens_BT.shape != (self.train.batch_rows, self.train.row_tokens)
+        laid_out = [rows for held, rows in self._ahead if held is batch]
+        rows = laid_out[0] if laid_out else self._lay_out(batch)
+        plain = rows.tokens_BT.numel() != self.train.batch_rows * self.train.row_tokens
         with _eager(self.compiled and plain):
-            loss = self._loss(batch)
+            loss = self._loss(rows)
             loss.backward()
         return loss.detach()
 
-    def _loss(self, batch: Batch) -> Tensor:
+    def _lay_out(self, batch: Batch) -> Rows:
         self._refuse_long(batch)
-        rows = self.ability.layout(batch, self.network.device)
+        if self.compiled:
+            batch = _filled(batch, self.train)
+        return self.ability.layout(batch, self.network.device)
+
+    def _loss(self, rows: Rows) -> Tensor:
         if self.head is None:
             return self._loss_of_forward(rows)
         hidden_BTD = hidden_states(self.network, rows.tokens_BT, **rows.extra)

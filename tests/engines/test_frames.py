@@ -1,0 +1,62 @@
+"""Framed products equal the linears one by one, forward and backward."""
+
+import pytest
+import torch
+
+from pippin.engines.torch.frames import Frame, Wide, refresh
+from pippin.engines.torch.lora import LoraLinear
+
+pytestmark = pytest.mark.torch
+
+TOKENS, INPUTS = 6, 8
+
+
+def linear(outputs, rank, bias, generator):
+    def draw(*shape):
+        return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+    base = torch.nn.Linear(INPUTS, outputs, bias=bias, dtype=torch.float64).requires_grad_(False)
+    base.weight.copy_(draw(outputs, INPUTS))
+    if bias:
+        base.bias.copy_(draw(outputs))
+    if not rank:
+        return base
+    return LoraLinear(base, (draw(rank, INPUTS), draw(outputs, rank)), 0.5, 0.0)
+
+
+@pytest.mark.parametrize("ranks", [(0, 3, 3), (2, 3, 16), (3, 0, 2), (0, 0, 0)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_values_and_gradients_equal_the_linears(ranks, bias):
+    generator = torch.Generator().manual_seed(0)
+    linears = [linear(n, rank, bias, generator) for n, rank in zip((4, 6, 5), ranks, strict=True)]
+    x_TI = torch.randn(TOKENS, INPUTS, dtype=torch.float64, generator=generator).requires_grad_()
+    upstream_TO = torch.randn(TOKENS, 15, dtype=torch.float64, generator=generator)
+    wanted_TO = torch.cat([part(x_TI) for part in linears], 1)
+    frame = Frame(linears, float8=False)
+    wanted = torch.autograd.grad(wanted_TO, [x_TI, *frame.masters], upstream_TO)
+    refresh([frame])
+    x, dy = frame.inner(TOKENS), frame.outer(TOKENS)
+    x.values.copy_(x_TI.detach())
+    dy.values.copy_(upstream_TO)
+    torch.testing.assert_close(frame.product(x), wanted_TO.detach())
+    dx_TI, grads = frame.product_back(dy, x.whole)
+    for ours, one in zip([dx_TI, *grads], wanted, strict=True):
+        torch.testing.assert_close(ours, one)
+
+
+def test_the_linears_weights_become_views():
+    linears = [linear(4, 2, False, torch.Generator().manual_seed(n)) for n in range(2)]
+    before = [part.weight.clone() for part in linears]
+    frame = Frame(linears, float8=False)
+    frame.adopt()
+    for part, weight in zip(linears, before, strict=True):
+        assert torch.equal(part.weight, weight)
+        assert part.weight.untyped_storage().data_ptr() == frame.whole.untyped_storage().data_ptr()
+        assert not part.weight.requires_grad
+
+
+def test_nothing_is_added_beside_plain_linears():
+    frame = Frame([linear(4, 0, False, torch.Generator().manual_seed(0))], float8=False)
+    assert frame.extra == 0
+    assert isinstance(frame.inner(TOKENS), Wide)
+    assert frame.masters == []
