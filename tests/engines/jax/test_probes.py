@@ -37,18 +37,12 @@ FAULTS = {
     "order.sorted.float32": (lax, "top_k", lambda a, k: TOP_K(-a, k)),
     "array.arithmetic.bfloat16": (jnp, "tanh", lambda a: a),
     "array.read.float32": (jnp, "where", lambda mask, a, b: a),
-    "softmax.vocabulary.bfloat16": (
-        jnp,
-        "float32",
-        jnp.bfloat16,
-    ),
+    "softmax.vocabulary.bfloat16": (jnp, "float32", jnp.bfloat16),
     "control.loops.float32": (lax, "scan", lambda f, c, xs: SCAN(f, c, xs[:-1])),
     "product.dot_general.bfloat16": (
         jnp,
         "matmul",
-        lambda a, b, **_: (
-            (a.astype(jnp.float32) @ b.astype(jnp.float32))[..., :1] + 0 * b[..., 0, :]
-        ),
+        lambda a, b, **_: jnp.einsum("...ij,...jk->...ik", a[..., :-3], b[..., :-3, :]),
     ),
 }
 
@@ -59,15 +53,6 @@ def test_a_fault_is_caught(name, monkeypatch):
     probe = next(p for p in probes.probes("cpu", SHAPES) if p.name == name)
     monkeypatch.setattr(module, attribute, broken)
     assert judge(probe).verdict in ("wrong", "inaccurate")
-
-
-def test_repeated_places_must_count(monkeypatch):
-    """`.at[].add` as a device that lets the last write win would do it."""
-    from jax._src.ops import scatter
-
-    probe = next(p for p in probes.probes("cpu", SHAPES) if p.name == "array.repeated.float32")
-    monkeypatch.setattr(scatter.lax, "scatter_add", scatter.lax.scatter)
-    assert judge(probe).verdict == "wrong"
 
 
 def test_an_operator_that_jax_mps_lacks_is_named(monkeypatch):
