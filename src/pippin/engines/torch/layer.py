@@ -202,20 +202,20 @@ class _Layer(torch.autograd.Function):
         d_m, both_grads = parts.both.product_back(d_both, m_whole)
         d_y = parts.o.outer(len(x_TD), keep=True)
         norms = parts.norms
-        d_middle = ops.norm_grad(d_m, middle_TD, middle_rates_T, norms[1], d_y, grad_TD)
+        d_middle = ops.norm_grad(d_m, (middle_TD, middle_rates_T), norms[1], d_y, grad_TD)
         d_a, o_grads = parts.o.product_back(d_y, a_whole)
         d_kqv = parts.kqv.outer(len(x_TD), keep=True)
         a_TD = a_whole[:, : parts.o.inputs]
-        attend_backward(
-            parts.by_head(d_a), parts.by_head(a_TD), lse_HT, *parts.split(kqv_TO),
-            *parts.split(d_kqv.values), *_limits(parts, call),
-        )  # fmt: skip
+        kept = parts.by_head(a_TD), lse_HT
+        d_split = parts.split(d_kqv.values)
+        limits = _limits(parts, call)
+        attend_backward(parts.by_head(d_a), kept, parts.split(kqv_TO), d_split, *limits)
         parts.rotate(d_kqv.values, call, -1.0)
         dx_TD = None
         if ctx.needs_input_grad[0]:
             d_n, kqv_grads = parts.kqv.product_back(ops.encode(d_kqv), n_whole)
             dx = parts.down.outer(len(x_TD), keep=True)  # what the layer below reads
-            dx_TD = ops.norm_grad(d_n, x_TD, rates_T, norms[0], dx, d_middle)
+            dx_TD = ops.norm_grad(d_n, (x_TD, rates_T), norms[0], dx, d_middle)
         else:
             kqv_grads = parts.kqv.grads(d_kqv, n_whole)
         return dx_TD, None, None, *kqv_grads, *o_grads, *both_grads, *down_grads

@@ -20,7 +20,9 @@ class Norm(NamedTuple):
     eps: float
 
 
-def norm(x_TD: Tensor, norm: Norm, out: Wide, add_TD: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def norm(
+    x_TD: Tensor, norm: Norm, out: Wide, add_TD: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Fill `out` with the RMS norm of x + add; returns that sum (T, D) and 1 / rms (T,) float32."""
     tokens, width = x_TD.shape
     rates_T = x_TD.new_empty(tokens, dtype=torch.float32)
@@ -35,10 +37,13 @@ def norm(x_TD: Tensor, norm: Norm, out: Wide, add_TD: Tensor | None = None) -> t
 
 
 def norm_grad(
-    grad_TD: Tensor, x_TD: Tensor, rates_T: Tensor, norm: Norm, out: Wide,
-    beside_TD: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Fill `out` with the norm's gradient and `beside_TD`; returns its values (T, D)."""
+    grad_TD: Tensor, kept: tuple[Tensor, Tensor], norm: Norm, out: Wide, beside_TD: Tensor | None
+) -> Tensor:
+    """Fill `out` with the norm's gradient and `beside_TD`; returns its values (T, D).
+
+    `kept` are the norm's input and 1 / rms.
+    """
+    x_TD, rates_T = kept
     tokens, width = x_TD.shape
     beside = grad_TD if beside_TD is None else beside_TD
     kernels.norm_grad[(tokens,)](
@@ -127,7 +132,7 @@ class PlainNorm(torch.autograd.Function):
         x_TD, rates_T, weight_D = ctx.saved_tensors
         grad_TD = grads[0].reshape(x_TD.shape).contiguous()
         out = Wide(whole=torch.empty_like(x_TD), width=x_TD.shape[1])
-        dx_TD = norm_grad(grad_TD, x_TD, rates_T, Norm(weight_D, ctx.eps), out)
+        dx_TD = norm_grad(grad_TD, (x_TD, rates_T), Norm(weight_D, ctx.eps), out, None)
         return dx_TD.view(grads[0].shape), None, None
 
 

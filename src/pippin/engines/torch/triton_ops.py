@@ -5,6 +5,7 @@ Shape letters: B 1, H heads, K kv heads, T tokens, C head channels, S positions,
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -77,18 +78,19 @@ def attend_forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *rest: Any) -> 
 def _attend_backward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     grad, out, lse, q, k, v, *rest = inputs
     dq, dk, dv = map(_like_input, (q, k, v))
-    attend_backward(grad.contiguous(), out, lse, q, k, v, dq, dk, dv, *rest)
+    attend_backward(grad.contiguous(), (out, lse), (q, k, v), (dq, dk, dv), *rest)
     return dq, dk, dv
 
 
 def attend_backward(
-    grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+    grad: Tensor, kept: Sequence[Tensor], qkv: Sequence[Tensor], grads: Sequence[Tensor], *rest: Any
 ) -> None:
-    """Fill the gradients of q, k and v, the first three of `rest`; the others are as above.
+    """Fill `grads`, those of query, key and value. `rest` as above.
 
-    `grad` and `out` (1, T, H, C), `lse` what the forward returned.
+    `grad` (1, T, H, C) is the output's; `kept` are the output and what the forward returned.
     """
-    dq, dk, dv, first, last, scale, window = rest
+    (out, lse), (q, k, v), (dq, dk, dv) = kept, qkv, grads
+    first, last, scale, window = rest
     delta, length = torch.empty_like(lse), q.shape[2]
     operands = (q, k, v, out.transpose(1, 2), grad.transpose(1, 2), dq, dk, dv)
     constants = _constants(operands)
