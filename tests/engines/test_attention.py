@@ -6,6 +6,10 @@ import torch
 
 from pippin.engines.torch import attention, probe
 from pippin.engines.torch.body import hidden_states
+from pippin.engines.torch.engine import TorchModel
+from pippin.engines.torch.load import load_network
+from pippin.engines.torch.mps.rules import make_rules
+from pippin.engines.torch.mps.simulator import Simulator
 from pippin.engines.torch.rows import masked_rows, packed_rows
 from pippin.errors import ModelError
 from pippin.recipe import Train
@@ -141,3 +145,41 @@ def test_a_window_the_layers_do_not_tell_of_limits_the_samples(tiny, engine, sam
     trainer.loss(pack([samples[:1]]))
     with pytest.raises(ModelError, match="11 tokens exceeds the attention window of 6"):
         trainer.loss(pack([samples[4:5]]))
+
+
+@pytest.mark.parametrize("bucket", [4, 16, 64])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (5, None), (None, 2.0)])
+def test_samples_in_buckets_are_the_samples(bucket, window, softcap):
+    """As on MPS: lengths are multiples of a bucket, numbers and gradients are the same."""
+    generator = torch.Generator().manual_seed(0)
+    bounds = ((0, 9), (9, 12), (12, 40))
+    rule = attention.Rule(scale=0.3, dropout=0.0, window=window, softcap=softcap, sinks_H=None)
+    attend = attention._fused if rule.plain else attention._spelled_out
+    lengths, outs, grads = set(), [], []
+    for size in (1, bucket):
+        drawn = [torch.randn(1, h, 40, 8, generator=generator.manual_seed(h)) for h in (4, 2, 2)]
+        leaves = [x.double().requires_grad_() for x in drawn]
+        parts = []
+        for a, b in bounds:
+            cut = [attention._part(x, a, b, size) for x in leaves]
+            lengths |= {x.shape[2] % size for x in cut}
+            parts.append(attend(*cut, rule)[:, :, : b - a])
+        outs.append(torch.cat(parts, 2))
+        grads.append(torch.autograd.grad(outs[-1].square().sum(), leaves))
+    assert lengths == {0}
+    torch.testing.assert_close(outs[1], outs[0], rtol=1e-12, atol=1e-12)
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-12)
+
+
+def test_on_mps_few_lengths_are_met(tiny, monkeypatch, pack, samples):
+    """The engine's own step on a simulated MPS device."""
+    met, own = set(), attention._fused
+    monkeypatch.setattr(
+        attention, "_fused", lambda q, k, v, rule: met.add(q.shape[2]) or own(q, k, v, rule)
+    )
+    with Simulator(make_rules(), strict=True):
+        network = load_network(tiny("llama"), torch.float32, torch.device("cpu")).to("mps")
+        trainer = TorchModel(network, tiny("llama")).trainer(Train(method="full"), None, {}, 0)
+        trainer.loss(pack([samples[:3], samples[3:]]))
+    assert {length for length in met if length > 2} == {attention.BUCKET}

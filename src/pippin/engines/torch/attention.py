@@ -18,6 +18,7 @@ from pippin.engines.torch.cpu_attention import attend_samples
 
 NAME = "pippin_packed"
 WIDEST = 256  # head channels our kernels take
+BUCKET = 64  # tokens; on MPS samples are attended to in multiples of it
 
 
 @dataclass(kw_only=True)
@@ -125,11 +126,25 @@ def _by_sample(query: Tensor, key: Tensor, value: Tensor, packing: Packing, rule
     if query.device.type == "cpu" and rule.simple(packing.longest):
         return attend_samples(query, key, value, packing.bounds, rule.scale)
     attend = _fused if rule.plain else _spelled_out
+    bucket = BUCKET if query.device.type == "mps" else 1
     outs = [
-        attend(query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], rule).transpose(1, 2)
+        attend(*(_part(x, a, b, bucket) for x in (query, key, value)), rule)[:, :, : b - a]
         for a, b in packing.bounds
     ]
+    outs = [out.transpose(1, 2) for out in outs]
     return torch.cat(outs, 1) if len(outs) > 1 else outs[0].contiguous()
+
+
+def _part(x: Tensor, start: int, stop: int, bucket: int) -> Tensor:
+    """The tokens of a sample, and as many behind it as fill its last bucket.
+
+    Attention is causal: what stands behind a sample changes nothing in it. MPS keeps the blocks of
+    every length it has met, and few lengths keep them few.
+    """
+    length = -(-(stop - start) // bucket) * bucket
+    part = x[:, :, start : start + length]
+    missing = length - part.shape[2]
+    return functional.pad(part, (0, 0, 0, missing)) if missing else part
 
 
 def _fused(query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
