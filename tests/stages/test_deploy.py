@@ -1,18 +1,22 @@
 """Deploy asks the target first, writes whole or not at all, and names a package that is missing."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.targets.tiny_quantized import write_folder
+from tests.tiny_runs import change, make_recipe
 
 from pippin import targets
 from pippin.artifact import Origin, read_manifest
 from pippin.errors import PippinError
-from pippin.events import Finished, Metric, Started
+from pippin.events import Finished, Metric, Progress, Started
 from pippin.job import Job
 from pippin.recipe import Data, Deploy, Model, Recipe
 from pippin.stages import loading
 from pippin.stages.deploy import deploy
+from pippin.steps import make_steps
 
 
 class FakeTarget:
@@ -110,3 +114,37 @@ def test_a_strange_bundle_is_refused(tmp_path, text):
     (tmp_path / "deploy.json").write_text(text)
     with pytest.raises(PippinError, match="is no bundle of a target known here"):
         loading.target_of(tmp_path)
+
+
+def test_two_targets_are_made_of_one_quantized_model(tmp_path):
+    steps = make_steps(change(make_recipe(tmp_path), deploy={"targets": ("gguf", "mlx")}))
+    assert [step.stage for step in steps].count("quantize") == 1
+    made = {step.subject: step.inputs["model"] for step in steps if step.stage == "deploy"}
+    assert made["gguf"] == made["mlx"]
+    assert made.keys() == {"gguf", "mlx"}
+
+
+@pytest.mark.parametrize("name", sorted(targets.TARGETS))
+def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, name):
+    fake = FakeTarget(error=ModuleNotFoundError("No module named 'x.y'", name="x.y"))
+    monkeypatch.setattr(loading, "load_target", lambda asked: fake)
+    with pytest.raises(PippinError, match=f"target {name} needs the package x") as caught:
+        list(deploy(make_job(tmp_path, name)))
+    assert caught.value.hint == f'pip install "pippin[{targets.EXTRAS[name]}]"'
+
+
+def test_an_interrupted_export_leaves_nothing(tmp_path, monkeypatch):
+    """The real GGUF writer, stopped in the middle of its tensors as Ctrl-C stops it."""
+    pytest.importorskip("torch")
+    (tmp_path / "quantize").mkdir()
+    write_folder(tmp_path / "quantize", "llama", lambda module: None)
+    job = make_job(tmp_path, "gguf")
+    job = replace(job, recipe=change(job.recipe, quantize={"embed_bits": 16}))
+    running = deploy(job)
+    for event in running:
+        if isinstance(event, Progress) and event.done == 3:
+            break
+    with pytest.raises(KeyboardInterrupt):
+        running.throw(KeyboardInterrupt())
+    assert not job.folder.exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["quantize"]

