@@ -21,7 +21,7 @@ def notice() -> str | None:
     """What a run on a Linux CPU is told where OpenBLAS is missing."""
     if sys.platform != "linux" or _load():
         return None
-    return f"MLX's own BLAS computes, about 30 times slower than OpenBLAS; {HINT}"
+    return f"MLX's own BLAS computes, many times slower than OpenBLAS; {HINT}"
 
 
 @functools.cache
