@@ -158,7 +158,8 @@ class Desk:
         """Text of one part, in samples of LENGTH tokens."""
         data = recipe.Data(source=part, format="text", max_seq_len=LENGTH)
         model = recipe.Model(source="builtin:smollm2", device="cpu")
-        return recipe.Recipe(model=model, data=data, folder=self.folder, **tables)
+        none = recipe.Deploy(targets=())
+        return recipe.Recipe(model=model, data=data, deploy=none, folder=self.folder, **tables)
 
     def run(self, stage: Callable[[Job], Iterator[Any]], made: recipe.Recipe, model: Path) -> Path:
         """The folder a stage leaves."""

@@ -22,14 +22,16 @@ from pippin.errors import ModelError
 from pippin.events import Event, Notice
 from pippin.job import Job
 from pippin.model.config import read_config
+from pippin.model.quantized import BITS
 from pippin.model.tokenizer import load_tokenizer
 from pippin.model.weights import Checkpoint
 from pippin.quantizers.choices import choose_all
-from pippin.recipe import Data, Model, Quantize, Recipe
+from pippin.recipe import Data, Deploy, Model, Quantize, Recipe
 from pippin.stages.calibration import Calibration, draw, passes
 from pippin.stages.coding import Coder, Row
 from pippin.stages.layers_done import LayersDone
 from pippin.stages.quantize import quantize
+from pippin.stages.sharing import holdable
 from pippin.steps import make_steps
 
 pytestmark = pytest.mark.torch
@@ -56,7 +58,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _recipe(place: Path, settings: Quantize = SETTINGS, seed: int = 0) -> Recipe:
     model = Model(source="model", device="cpu", dtype="float32")
     data = Data(source="rows", max_seq_len=64)
-    return Recipe(model=model, data=data, quantize=settings, seed=seed, folder=place, out="out")
+    deploy = Deploy(targets=())
+    return Recipe(
+        model=model, data=data, quantize=settings, deploy=deploy, seed=seed, folder=place, out="out"
+    )
 
 
 def _run(place: Path, folder: Path, settings: Quantize = SETTINGS, **changes: Any) -> list[Event]:
@@ -121,6 +126,15 @@ def test_bits_are_shared_out_under_a_budget(place: Path, tmp_path: Path) -> None
     shared, even = (_divergence(place, tmp_path / name) for name in ("shared", "even"))
     assert shared < even
     assert 0.2 < report["budget"]["expected_kl"] / shared < 5
+
+
+def test_a_budget_offers_what_the_targets_hold(place: Path) -> None:
+    """GGUF has no zero points beyond 5 bits; what other targets say is theirs."""
+    recipe = _recipe(place, replace(SETTINGS, target_bits=4.5))
+    assert holdable(recipe, place / "model") == BITS
+    gguf = replace(recipe, deploy=Deploy(targets=("gguf",)))
+    gguf = replace(gguf, quantize=replace(gguf.quantize, embed_bits=5))
+    assert holdable(gguf, place / "model") == (2, 3, 4, 5)
 
 
 def test_a_budget_below_what_codes_need_is_refused(place: Path, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from pippin.stages.checkpoints import work_folder
 from pippin.stages.coding import Coder, Row
 from pippin.stages.folding import fold
 from pippin.stages.layers_done import LayersDone
-from pippin.stages.sharing import share_bits
+from pippin.stages.sharing import holdable, share_bits
 
 STAGE = "quantize"
 REPORT = "quantize.json"
@@ -49,7 +49,10 @@ def quantize(job: Job) -> Iterator[Event]:
         yield Notice(stage=STAGE, text=text)
     summary: dict[str, Any] = {}
     if work.calibration and settings.target_bits is not None:
-        budget = share_bits(work.calibration, choices, work.parts, settings.target_bits)
+        widths = holdable(job.recipe, source)
+        yield Notice(stage=STAGE, text=f"bits shared out: {', '.join(map(str, widths))}")
+        asked = settings.target_bits
+        budget = share_bits(work.calibration, choices, work.parts, asked, widths)
         choices, summary["budget"] = budget.choices, budget.report
     folding = Folding()
     if work.calibration and settings.method == "awq":

@@ -6,6 +6,7 @@ Shape letters: O output features, I input features, R the rows that are tried.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,10 @@ from pippin.quantizers import Grid, load_quantizer
 from pippin.quantizers.budget import Offer, Shared, share_out, stored_bits
 from pippin.quantizers.choices import Choice
 from pippin.quantizers.hessian import Hessian
+from pippin.recipe import Recipe
 from pippin.stages.calibration import Calibration
 from pippin.stages.coding import refuse_infinite
+from pippin.targets import check_recipe
 
 # One row in so many is tried on every grid, and speaks for the others.
 _EVERY = 8
@@ -39,8 +42,9 @@ def share_bits(
     choices: dict[str, Choice],
     parts: Sequence[dict[str, str]],
     target: float,
+    widths: Sequence[int] = BITS,
 ) -> Budget:
-    """Every linear of a layer gets the bits that bring the model nearest for `target` on average.
+    """Every linear of a layer gets bits of `widths`, `target` on average: those that cost least.
 
     Raises ModelError where even the fewest bits are more.
     """
@@ -55,7 +59,9 @@ def share_bits(
         for name, hessian in calibration.hessians(part):
             grid = choices[name].grid
             if name in linears and grid is not None and hessian is not None:
-                offers[name] = _offers(calibration, name, grid, hessian)
+                offers[name] = _offers(
+                    calibration, name, [replace(grid, bits=b) for b in widths], hessian
+                )
     weights = {name: math.prod(calibration.checkpoint.tensors[name].shape) for name in offers}
     total = sum(weights.values())
     shared = share_out(offers, target * total)
@@ -69,16 +75,30 @@ def share_bits(
     return Budget(choices={**choices, **chosen}, report=_report(shared, used, total))
 
 
-def _offers(calibration: Calibration, name: str, grid: Grid, hessian: Hessian) -> list[Offer]:
-    """Divergence in nats a token, to second order, by bits."""
+def holdable(recipe: Recipe, model: Path) -> tuple[int, ...]:
+    """The bits that no deployment of the recipe refuses for its linears.
+
+    Raises ModelError where there are none.
+    """
+    plain = replace(recipe.quantize, target_bits=None)
+    asked = {bits: replace(recipe, quantize=replace(plain, bits=bits)) for bits in BITS}
+    refused = {bits: check_recipe(asked[bits], model) for bits in BITS}
+    if all(refused.values()):
+        raise ModelError(*refused[BITS[0]][0])
+    return tuple(bits for bits in BITS if not refused[bits])
+
+
+def _offers(
+    calibration: Calibration, name: str, grids: Sequence[Grid], hessian: Hessian
+) -> list[Offer]:
+    """Divergence in nats a token, to second order, of every grid."""
     checkpoint = calibration.checkpoint
     stored = checkpoint.read(name)[::_EVERY]
     refuse_infinite(name, bool(np.isfinite(stored.astype(np.float32)).all()))
     weight_RI = stored.astype(np.float32)
     outputs, inputs = checkpoint.tensors[name].shape
     share, quantizer, offers = outputs / len(weight_RI), load_quantizer("best"), []
-    for bits in BITS:
-        tried = replace(grid, bits=bits)
+    for tried in grids:
         codes = quantizer.quantize(weight_RI, tried, stored.dtype, hessian)
         away_RI = dequantize(codes.codes_OI, codes.scales_OG, codes.biases_OG) - weight_RI
         cost = share * hessian.output_error(away_RI) / 2 / calibration.tokens
