@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from pippin.engines.torch.float8 import round_rows
 from pippin.engines.torch.frames import Frame, Wide, refresh
 from pippin.engines.torch.lora import LoraLinear
 
@@ -11,17 +12,19 @@ pytestmark = pytest.mark.torch
 TOKENS, INPUTS = 6, 8
 
 
-def linear(outputs, rank, bias, generator):
-    def draw(*shape):
-        return torch.randn(*shape, dtype=torch.float64, generator=generator)
+def linear(outputs, rank, bias, generator, inputs=INPUTS, dtype=torch.float64):
+    exact = torch.promote_types(dtype, torch.float32)
 
-    base = torch.nn.Linear(INPUTS, outputs, bias=bias, dtype=torch.float64).requires_grad_(False)
-    base.weight.copy_(draw(outputs, INPUTS))
+    def draw(*shape):
+        return torch.randn(*shape, dtype=exact, generator=generator)
+
+    base = torch.nn.Linear(inputs, outputs, bias=bias, dtype=dtype).requires_grad_(False)
+    base.weight.copy_(draw(outputs, inputs))
     if bias:
         base.bias.copy_(draw(outputs))
     if not rank:
         return base
-    return LoraLinear(base, (draw(rank, INPUTS), draw(outputs, rank)), 0.5, 0.0)
+    return LoraLinear(base, (draw(rank, inputs), draw(outputs, rank)), 0.5, 0.0)
 
 
 @pytest.mark.parametrize("ranks", [(0, 3, 3), (2, 3, 16), (3, 0, 2), (0, 0, 0)])
@@ -60,3 +63,31 @@ def test_nothing_is_added_beside_plain_linears():
     assert frame.extra == 0
     assert isinstance(frame.inner(TOKENS), Wide)
     assert frame.masters == []
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_in_float8_they_differ_by_its_rounding_alone(bias):
+    generator = torch.Generator().manual_seed(0)
+    linears = [
+        linear(n, rank, bias, generator, inputs=32, dtype=torch.bfloat16)
+        for n, rank in ((16, 0), (32, 4), (16, 3))
+    ]
+    make = {"dtype": torch.bfloat16, "generator": generator}
+    x_TI, upstream_TO = torch.randn(32, 32, **make).requires_grad_(), torch.randn(32, 64, **make)
+    wanted_TO = torch.cat([part(x_TI) for part in linears], 1)
+    frame = Frame(linears, float8=True)
+    wanted = torch.autograd.grad(wanted_TO, [x_TI, *frame.masters], upstream_TO)
+    refresh([frame])
+    x, dy = frame.inner(32), frame.outer(32)
+    for wide, values in ((x, x_TI.detach()), (dy, upstream_TO)):
+        wide.values.copy_(values)
+        codes, scale = round_rows(values)
+        wide.codes.copy_(codes)
+        wide.scale.copy_(scale)
+    y_TO = frame.product(x)
+    dx_TI, grads = frame.product_back(dy, x.whole)
+    results = zip([y_TO, dx_TI, *grads], [wanted_TO.detach(), *wanted], strict=True)
+    errors = [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in results]
+    assert max(errors[:2]) < 0.05
+    assert min(errors[:2]) > 0.001  # it is FP8
+    assert max(errors[2:]) < 0.01  # adapters stay in bfloat16
