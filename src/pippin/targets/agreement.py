@@ -15,7 +15,7 @@ from pippin.engines import Sampling, Scorer, load_engine
 from pippin.errors import PippinError
 from pippin.targets.native_log import without_harmless_lines
 
-GREEDY_TOKENS = 16
+GREEDY_TOKENS = 8
 _KEPT = 64
 _TINY = 1e-12
 
