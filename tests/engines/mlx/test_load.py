@@ -204,3 +204,8 @@ def test_a_small_config_keeps_every_kind_of_layer():
     assert small["num_hidden_layers"] == 6
     assert small["layer_types"] == kinds
     assert (small["hidden_size"], small["vocab_size"]) == (1152, 128)
+
+
+def test_models_with_other_towers(engine, copy):
+    with pytest.raises(ModelError, match="takes text models, llama has other towers"):
+        engine.load(copy("llama", text_config={}), "float32")

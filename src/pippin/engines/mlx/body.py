@@ -91,13 +91,22 @@ class Loaded:
 
 def body(network: nn.Module) -> Any:
     """The part below the head."""
-    return next(network[name] for name in BODIES if name in network)
+    return _part(network, BODIES)
 
 
 def embedding(network: nn.Module) -> Any:
     """The token embedding."""
-    below = body(network)
-    return next(below[name] for name in EMBEDDINGS if name in below)
+    return _part(body(network), EMBEDDINGS)
+
+
+def _part(network: nn.Module, known: tuple[str, ...]) -> Any:
+    for name in known:
+        if name in network:
+            return network[name]
+    raise ModelError(
+        f"mlx-lm's {type(network).__module__.rpartition('.')[2]} has none of {', '.join(known)}",
+        "set model.engine = torch",
+    )
 
 
 def hidden_states(network: nn.Module, tokens_BT: mx.array, cache: Any = None) -> mx.array:
@@ -120,7 +129,7 @@ def find_head(network: nn.Module, config: dict[str, Any]) -> Head | None:
             softcap=config.get("final_logit_softcapping"),
         )
         return head if _agrees(network, head) else None
-    except (StopIteration, TypeError, AttributeError, ValueError):
+    except (ModelError, TypeError, AttributeError, ValueError):
         return None
 
 

@@ -46,8 +46,8 @@ class MlxEngine:
         differently than transformers, or an adapter of another base.
         """
         picked = devices.pick_dtype(dtype, self._device)
-        network = load_network(checkpoint, picked, self._remote_code)
         longest = parity.check(checkpoint)
+        network = load_network(checkpoint, picked, self._remote_code)
         if adapter is not None:
             _add_saved_adapter(network, adapter)
         slow = notice() if self._device == "cpu" else None

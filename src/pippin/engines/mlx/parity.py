@@ -41,6 +41,11 @@ def check(folder: Path) -> int | None:
     Raises ModelError where the two differ, or cannot be compared.
     """
     raw = without_quantization(read_raw(folder))
+    if "text_config" in raw:  # whose sizes `shrunk` does not know
+        raise ModelError(
+            f"{folder}: the MLX engine takes text models, {raw.get('model_type')} has other towers",
+            "set model.engine = torch",
+        )
     plain = {key: value for key, value in raw.items() if key not in LABELS}
     return _limit(json.dumps(plain, sort_keys=True))
 
