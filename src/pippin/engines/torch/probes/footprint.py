@@ -73,8 +73,6 @@ def _on_cpu(run: Callable[[], None]) -> float:
 _ALLOCATED: dict[str, Callable[[Callable[[], None]], float]] = {"cuda": _on_cuda, "mps": _on_mps}
 
 FAMILIES = (
-    Single(
-        name="attention.memory, inference", measure=inference, remedy=SHORTER, tolerance=LINEAR
-    ),
+    Single(name="attention.memory, inference", measure=inference, remedy=SHORTER, tolerance=LINEAR),
     Single(name="attention.memory, training", measure=training, remedy=SHORTER, tolerance=LINEAR),
 )
