@@ -98,9 +98,7 @@ def test_another_model_s_figures_are_refused(model, tmp_path):
     ("kind", "grid"),
     [
         ("qwen2", Grid(bits=4, group_size=32, symmetric=False)),
-        ("qwen3", Grid(bits=8, group_size=32, symmetric=False)),
-        ("untied", Grid(bits=3, group_size=32, symmetric=True)),
-        ("llama3_rope", None),
+        ("qwen3", Grid(bits=3, group_size=32, symmetric=True)),
     ],
 )
 def test_other_families_and_grids(quantized, tmp_path, kind, grid):
