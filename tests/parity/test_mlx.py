@@ -107,6 +107,16 @@ def test_full_training_is_that_of_pytorch(engines, tiny, kind):
     assert weights.keys() == others.keys()
 
 
+def test_an_adapted_head_trains_as_in_pytorch(engines, tiny):
+    lora = Lora(rank=4, alpha=8, targets=("lm_head", "q_proj"))
+    start = first(tiny("llama"), lora)
+    trainers = [e.load(tiny("llama"), "float32").trainer(Train(), lora, start, 0) for e in engines]
+    for number in range(5):
+        ours, wanted = (trainer.step([packed(number)], 1e-2) for trainer in trainers)
+        assert ours.loss_sum == pytest.approx(wanted.loss_sum, rel=1e-5)
+    assert "full logits" in " ".join(trainers[0].notices)
+
+
 def test_peft_loads_what_was_trained_here(engines, tiny, tmp_path):
     folder = tiny("llama")
     trainer = engines[0].load(folder, "float32").trainer(Train(), LORA, first(folder), 0)

@@ -4,7 +4,7 @@ Shape letters: B rows, T tokens, N tokens of all rows, S scored positions, D hid
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -13,7 +13,7 @@ import numpy as np
 from pippin.data.batches import Batch
 from pippin.engines import StepResult, Weights
 from pippin.engines.mlx.attention import packed_attention
-from pippin.engines.mlx.body import Loaded, scalar
+from pippin.engines.mlx.body import Head, Loaded, scalar
 from pippin.engines.mlx.lora import LoraLinear
 from pippin.engines.mlx.loss import head_loss, logits_loss, plain_loss
 from pippin.engines.mlx.names import Place
@@ -36,12 +36,10 @@ class MlxTrainer:
         self.loaded, self.network, self.places = loaded, loaded.network, places
         self.train, self.seed = train, seed
         self.ability = find_ability(self.network)
-        self.head = loaded.head
-        self.head_trained = self.head is not None and any(
-            place.module is self.head.module for place in places.values()
-        )
-        if self.head and self.head_trained and self.head.weight is None:
-            self.head = None  # with a trained bias it is no plain product
+        self.head_trained = _holds(loaded.head, places.values())
+        # With a trained bias, or an adapter of its own, the head is no plain product.
+        plain = not self.head_trained or (loaded.head and loaded.head.weight is not None)
+        self.head = loaded.head if plain and not _adapted(loaded.head, places.values()) else None
         self.notices = self._notices()
         self.steps = 0
         self._refuse()
@@ -162,6 +160,14 @@ class MlxTrainer:
         if self.head is None:
             notices.append("the head is the model's own; its full logits are computed")
         return tuple(notices)
+
+
+def _holds(head: Head | None, places: Iterable[Place]) -> bool:
+    return head is not None and any(place.module is head.module for place in places)
+
+
+def _adapted(head: Head | None, places: Iterable[Place]) -> bool:
+    return head is not None and any(place.module.get("base") is head.module for place in places)
 
 
 def _squares(grads: Arrays) -> mx.array:
