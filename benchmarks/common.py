@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("torch", "transformers", "peft", "numpy")
+PACKAGES = ("torch", "transformers", "peft", "jax", "numpy")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
