@@ -111,7 +111,7 @@ def _part(network: nn.Module, known: tuple[str, ...]) -> Any:
 
 def hidden_states(network: nn.Module, tokens_BT: mx.array, cache: Any = None) -> mx.array:
     """(B, T, D) after the last norm: what the head reads."""
-    return body(network)(tokens_BT, cache)
+    return body(network)(tokens_BT, cache=cache)
 
 
 def find_head(network: nn.Module, config: dict[str, Any]) -> Head | None:

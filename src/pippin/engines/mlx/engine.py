@@ -91,7 +91,7 @@ class MlxModel:
     def generate(self, prompts: Sequence[Tokens], sampling: Sampling) -> Iterator[list[int | None]]:
         """Each step's token of every prompt; None for a row that has ended."""
         self.loaded.refuse_long(max(map(len, prompts), default=0) + sampling.max_tokens)
-        return generate(self.network, prompts, sampling, batched=self._batched)
+        return generate(self.loaded, prompts, sampling, batched=self._batched)
 
     def input_moments(
         self, batches: Sequence[Batch], names: Collection[str] | None = None
@@ -133,7 +133,7 @@ class MlxModel:
 
     @functools.cached_property
     def _batched(self) -> bool:
-        return decodes_together(self.network)
+        return decodes_together(self.loaded)
 
 
 def _add_saved_adapter(network: nn.Module, folder: Path) -> None:

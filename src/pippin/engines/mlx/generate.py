@@ -1,6 +1,6 @@
 """Batched decoding with a KV cache: prompts of different lengths, exact row by row.
 
-Shape letters: B rows, T tokens of the longest prompt, V vocabulary.
+Shape letters: B rows, T tokens of the longest prompt, D hidden, V vocabulary.
 """
 
 from collections.abc import Iterator, Sequence
@@ -8,7 +8,6 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx import nn
 from mlx_lm.models.cache import (
     BatchKVCache,
     BatchRotatingKVCache,
@@ -19,12 +18,12 @@ from mlx_lm.models.cache import (
 from numpy.typing import NDArray
 
 from pippin.engines import Sampling, Tokens
-from pippin.engines.mlx.body import close, probe_tokens
+from pippin.engines.mlx.body import Loaded, close, hidden_states, probe_tokens
 from pippin.engines.mlx.probe import FAULTS
 
 
 def generate(
-    network: nn.Module, prompts: Sequence[Tokens], sampling: Sampling, *, batched: bool
+    loaded: Loaded, prompts: Sequence[Tokens], sampling: Sampling, *, batched: bool
 ) -> Iterator[list[int | None]]:
     """Each step's token of every prompt, None for a row that has ended; ends when all have.
 
@@ -35,7 +34,7 @@ def generate(
     assert all(len(prompt) for prompt in prompts), "a prompt has at least one token"
     rows = list(range(len(prompts)))
     groups = [
-        _Group(network, [prompts[n] for n in numbers], numbers, sampling)
+        _Group(loaded, [prompts[n] for n in numbers], numbers, sampling)
         for numbers in ([rows] if batched else [[row] for row in rows])
     ]
     for _ in range(sampling.max_tokens):
@@ -48,16 +47,16 @@ def generate(
         yield step
 
 
-def decodes_together(network: nn.Module) -> bool:
+def decodes_together(loaded: Loaded) -> bool:
     """Whether rows padded on the left give the logits that each gives alone: it is tried."""
-    prompts = [np.array(probe_tokens(network, n, seed=n))[0] for n in (3, 7)]
+    prompts = [np.array(probe_tokens(loaded.network, n, seed=n))[0] for n in (3, 7)]
     try:
-        together = _Decoder(network, prompts)
+        together = _Decoder(loaded, prompts)
         first_BV, second_BV = together.read(), together.read(mx.array([[1], [2]]))
     except FAULTS:
         return False
     for row, prompt in enumerate(prompts):
-        alone = _Decoder(network, [prompt])
+        alone = _Decoder(loaded, [prompt])
         wanted = alone.read(), alone.read(mx.array([[row + 1]]))
         for ours_BV, wanted_BV in zip((first_BV, second_BV), wanted, strict=True):
             if not close(ours_BV[row : row + 1], wanted_BV):
@@ -68,21 +67,25 @@ def decodes_together(network: nn.Module) -> bool:
 class _Decoder:
     """Rows and their caches. One row has the model's own, several share padded ones."""
 
-    def __init__(self, network: nn.Module, prompts: Sequence[Tokens]) -> None:
-        self.network = network
+    def __init__(self, loaded: Loaded, prompts: Sequence[Tokens]) -> None:
+        self.network, self.head = loaded.network, loaded.head
         longest = max(len(prompt) for prompt in prompts)
         padding = [longest - len(prompt) for prompt in prompts]
         tokens = np.zeros((len(prompts), longest), np.int32)
         for row, prompt in enumerate(prompts):
             tokens[row, padding[row] :] = prompt
         self.prompt_BT = mx.array(tokens)
-        own = make_prompt_cache(network)
+        own = make_prompt_cache(self.network)
         self.cache = own if len(prompts) == 1 else [_shared(cache, padding) for cache in own]
 
     def read(self, tokens_BT: mx.array | None = None) -> mx.array:
         """The logits after the last token, (B, V) float32."""
         tokens_BT = self.prompt_BT if tokens_BT is None else tokens_BT
-        logits_BV = self.network(tokens_BT, cache=self.cache)[:, -1].astype(mx.float32)
+        if self.head is None:
+            logits_BV = self.network(tokens_BT, cache=self.cache)[:, -1].astype(mx.float32)
+        else:  # the prompt's other positions need no logits
+            hidden_BTD = hidden_states(self.network, tokens_BT, self.cache)
+            logits_BV = self.head.logits(hidden_BTD[:, -1])
         mx.eval(logits_BV)
         return logits_BV
 
@@ -105,9 +108,9 @@ class _Group:
     """Rows decoded together; ended rows leave the batch."""
 
     def __init__(
-        self, network: nn.Module, prompts: list[Tokens], numbers: list[int], sampling: Sampling
+        self, loaded: Loaded, prompts: list[Tokens], numbers: list[int], sampling: Sampling
     ) -> None:
-        self.decoder, self.sampling, self.numbers = _Decoder(network, prompts), sampling, numbers
+        self.decoder, self.sampling, self.numbers = _Decoder(loaded, prompts), sampling, numbers
         self.draws = {n: np.random.default_rng((sampling.seed, n)) for n in numbers}
         self.tokens_BT: mx.array | None = None
 

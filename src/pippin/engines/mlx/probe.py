@@ -51,7 +51,7 @@ def run_rows(network: nn.Module, rows: Rows, *, whole: bool = False) -> mx.array
     if rows.packing is None:
         return run(rows.tokens_BT)
     with packed_attention(network):
-        return run(rows.tokens_BT, rows.cache(network))
+        return run(rows.tokens_BT, cache=rows.cache(network))
 
 
 def _exact(network: nn.Module, layout: Layout, wanted_TD: mx.array) -> bool:
