@@ -175,7 +175,7 @@ class TorchTrainer:
 
     def _lay_out(self, batch: Batch) -> Rows:
         self._refuse_long(batch)
-        if self.compiled:
+        if self.compiled or self.network.device.type == "mps":  # one shape for all micro-batches
             batch = _filled(batch, self.train)
         return self.ability.layout(batch, self.network.device)
 
