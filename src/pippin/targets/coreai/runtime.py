@@ -29,10 +29,8 @@ class AimodelModel(SteppingModel):
         opened: Any = AIModelAsset.load(path).executable()
         with quiet():
             self._model = self._loop.run_until_complete(opened.__aenter__())
-            weakref.finalize(self, _close, self._loop, opened)
-            self._functions = {name: self._model.load_function(name) for name in (MAIN, SCORE)}
-        # Each function has states of its own; a row runs in one of them from its start.
-        self._states = {name: _zeros(found.desc) for name, found in self._functions.items()}
+        weakref.finalize(self, _close, self._loop, opened)
+        self._opened: dict[str, tuple[Any, dict[str, Any]]] = {}
 
     def last_logits(self, tokens: Sequence[int], start: int) -> NDArray[np.float32]:
         """Logits after the last of some tokens, (V,); see SteppingModel."""
@@ -55,9 +53,17 @@ class AimodelModel(SteppingModel):
         self.require_room(start + len(tokens))
         values = (np.array([tokens], np.int32), np.array([start], np.int32))
         inputs = {key: DeviceArray(value) for key, value in zip(INPUTS, values, strict=True)}
-        call = self._functions[name](inputs=inputs, state=self._states[name])
-        found = self._loop.run_until_complete(call)
+        function, states = self._function(name)
+        found = self._loop.run_until_complete(function(inputs=inputs, state=states))
         return np.array(found[OUTPUT].numpy(), np.float32)
+
+    def _function(self, name: str) -> tuple[Any, dict[str, Any]]:
+        """A function with states of its own, opened when it is first asked."""
+        if name not in self._opened:
+            with quiet():
+                function = self._model.load_function(name)
+            self._opened[name] = function, _zeros(function.desc)
+        return self._opened[name]
 
 
 def _zeros(description: Any) -> dict[str, Any]:
