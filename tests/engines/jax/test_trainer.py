@@ -186,3 +186,20 @@ def test_a_quantized_folder_is_dequantized(jax_engine, torch_engine, tmp_path):
     tokens = np.random.default_rng(4).integers(3, 60, (2, 30)).astype(np.int32)
     ours, theirs = (e.load(folder, "float32").logprobs(tokens) for e in (jax_engine, torch_engine))
     np.testing.assert_allclose(ours, theirs, atol=1e-4)
+
+
+@pytest.mark.parametrize("lora", [LORA, None])
+def test_bfloat16_follows_float32(jax_engine, tiny, lora):
+    """Frozen weights are held as bits; masters are float32."""
+    from pippin.engines.jax.decoder import plain
+
+    losses = {}
+    for dtype in ("float32", "bfloat16"):
+        model = jax_engine.load(tiny("llama"), dtype)
+        weights = first_adapter(tiny("llama"), lora) if lora else {}
+        trainer = model.trainer(Train(row_tokens=ROW), lora, weights, 0)
+        losses[dtype] = [trainer.step([packed((60, 90))], 3e-3).loss_sum for _ in range(6)]
+    np.testing.assert_allclose(losses["bfloat16"], losses["float32"], rtol=1e-2)
+    assert losses["bfloat16"] != losses["float32"]
+    held = jax_engine.load(tiny("llama"), "bfloat16").net.params["layers"]["mlp.up_proj.weight"]
+    assert str(plain(held).dtype) == "bfloat16"

@@ -130,7 +130,7 @@ def linears(weights: Params, lora: Lora, dropout: float = 0.0, key: Array | None
     """x W^T + bias + dropout(x) A^T B^T of one layer's linears, by name."""
 
     def project(name: str, x: Array) -> Array:
-        y = jnp.matmul(x, weights[f"{name}.weight"].T, precision=EXACT)
+        y = jnp.matmul(x, plain(weights[f"{name}.weight"]).T, precision=EXACT)
         if f"{name}.bias" in weights:
             y = y + weights[f"{name}.bias"]
         if name not in lora:
@@ -142,6 +142,11 @@ def linears(weights: Params, lora: Lora, dropout: float = 0.0, key: Array | None
         return y + jnp.matmul(z_BTR, b_OR.T, precision=EXACT)
 
     return project
+
+
+def plain(weight: Array) -> Array:
+    """A weight that is held as the bits of bfloat16, or as it is."""
+    return lax.bitcast_convert_type(weight, jnp.bfloat16) if weight.dtype == jnp.uint16 else weight
 
 
 def _drop(x: Array, dropout: float, key: Array) -> Array:

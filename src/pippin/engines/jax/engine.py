@@ -16,7 +16,7 @@ from pippin.engines import Sampling, Tokens, TopK, Weights
 from pippin.engines.jax import device as devices
 from pippin.engines.jax.architecture import Spec
 from pippin.engines.jax.decoder import Lora as Adapter
-from pippin.engines.jax.decoder import Net
+from pippin.engines.jax.decoder import Net, plain
 from pippin.engines.jax.generate import generate
 from pippin.engines.jax.load import load_params
 from pippin.engines.jax.lora import scaled, stack_pairs, stack_scales
@@ -93,6 +93,7 @@ class JaxModel:
         (O, R). Raises ModelError where it does not fit the model.
         """
         _refuse_float8(train)
+        first: Any
         params, self.net = self.net.params, Net({}, {})
         settings = Settings(
             train=train,
@@ -102,8 +103,9 @@ class JaxModel:
             devices=tuple(jax.devices(self.device.platform)),
         )
         if lora is None:
-            return JaxTrainer(params, Frozen({}, {}), all_weights(self.spec), settings)
-        first: Any = stack_pairs(self.spec, weights)
+            first = jax.tree.map(plain, params)
+            return JaxTrainer(first, Frozen({}, {}), all_weights(self.spec), settings)
+        first = stack_pairs(self.spec, weights)
         linears = {name.rpartition(".lora_")[0] for name in weights}
         scales: Any = stack_scales(self.spec, dict.fromkeys(linears, lora.scale))
         first, scales = jax.device_put((first, scales), self.device)

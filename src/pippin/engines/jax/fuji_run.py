@@ -20,7 +20,7 @@ from pippin.engines.jax.decoder import Net, Params, Rows, head_weight, hidden_st
 from pippin.engines.jax.device import DTYPES, describe, peak_memory, pick_device
 from pippin.engines.jax.fuji import fuji_spec
 from pippin.engines.jax.generate import generate
-from pippin.engines.jax.load import top_shapes
+from pippin.engines.jax.load import hold, top_shapes
 
 PROMPT = 16
 
@@ -101,7 +101,7 @@ def draw_params(spec: Spec, dtype: str, device: jax.Device) -> Params:
         whole = np.empty((spec.num_layers, *shape), DTYPES[dtype])
         for number in range(spec.num_layers):
             whole[number] = draw(shape)
-        return jax.device_put(whole, device)
+        return hold(whole, device)
 
     top = {name: jax.device_put(draw(shape), device) for name, shape in top_shapes(spec).items()}
     return {**top, "layers": {name: stack(shape) for name, shape in spec.shapes().items()}}

@@ -41,9 +41,20 @@ def load_params(folder: Path, dtype: str, device: jax.Device) -> tuple[Spec, Par
         stacked = np.empty((spec.num_layers, *shape), DTYPES[dtype])
         for number in range(spec.num_layers):
             stacked[number] = read(layer_name(number, name))
-        layers[name] = jax.device_put(stacked, device)
+        layers[name] = hold(stacked, device)
     top = {key: jax.device_put(read(TOP[key]), device) for key in top_shapes(spec)}
     return spec, {**top, "layers": layers}
+
+
+def hold(stacked: NDArray[Any], device: jax.Device) -> jax.Array:
+    """A stack on a device; one of bfloat16 matrices stays bits on a CPU until a layer is computed.
+
+    XLA widens what a CPU cannot multiply, and would do it to the whole stack ahead of the loop over
+    its layers: three times the model's memory.
+    """
+    if device.platform == "cpu" and stacked.ndim == 3 and stacked.dtype == DTYPES["bfloat16"]:
+        stacked = stacked.view(np.uint16)
+    return jax.device_put(stacked, device)
 
 
 def layer_name(number: int, name: str) -> str:
