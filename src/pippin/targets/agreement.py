@@ -45,10 +45,15 @@ def load_parent(quantized: Path) -> Scorer:
 
 
 def compare(
-    found: Scorer, parent: Scorer, prompts: Sequence[Sequence[int]], room: int
+    found: Scorer,
+    parent: Scorer,
+    prompts: Sequence[Sequence[int]],
+    context: int,
+    greedy: int = GREEDY_TOKENS,
 ) -> Agreement:
-    """Score every prompt and its greedy answer, `room` tokens at most, in both."""
-    rows = [_row(found, parent, list(prompt), room) for prompt in prompts]
+    """Score every prompt and its greedy answer, `context` tokens at most, in both."""
+    answers = [min(greedy, context - len(prompt)) for prompt in prompts]
+    rows = [_row(found, parent, list(p), n) for p, n in zip(prompts, answers, strict=True)]
     kl_T = np.concatenate([row[0] for row in rows])
     return Agreement(
         prompts=len(rows),
@@ -75,9 +80,8 @@ def require(target: str, agreement: Agreement, max_kl: float, min_top1: float) -
     return figures
 
 
-def _row(found: Scorer, parent: Scorer, prompt: list[int], context: int) -> tuple[Any, ...]:
-    sampling = Sampling(max_tokens=min(GREEDY_TOKENS, context - len(prompt)))
-    steps = found.generate([np.array(prompt, np.int32)], sampling)
+def _row(found: Scorer, parent: Scorer, prompt: list[int], greedy: int) -> tuple[Any, ...]:
+    steps = found.generate([np.array(prompt, np.int32)], Sampling(max_tokens=greedy))
     answer = [int(step[0]) for step in steps if step[0] is not None]
     row_BT = np.array([prompt + answer], np.int32)
     wanted = parent.topk(row_BT, _KEPT)
