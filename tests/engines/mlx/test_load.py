@@ -107,19 +107,29 @@ def test_folders_that_are_no_models(engine, copy, tmp_path):
         engine.load(folder, "float32")
 
 
+@pytest.fixture(params=[True, False], ids=["codes", "dense"])
+def codes(request, monkeypatch):
+    """Both ways to compute with a quantized folder; a CPU takes the dense one by itself."""
+    from pippin.engines.mlx import load
+
+    if request.param:
+        monkeypatch.setattr(load, "keeps_codes", lambda: True)
+    return request.param
+
+
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
-def test_quantized_folders(engine, reference, tiny, tmp_path, bits):
+def test_quantized_folders(engine, reference, tiny, tmp_path, bits, codes):
     """Our layout as mlx-lm reads it, against its dense meaning in PyTorch; embeddings too."""
     folder = quantized(tiny("llama_tied"), tmp_path, bits)
     ours, wanted = (e.load(folder, "float32") for e in (engine, reference))
-    assert any("scales" in module for _, module in ours.network.named_modules())
+    assert codes == any("scales" in module for _, module in ours.network.named_modules())
     np.testing.assert_allclose(ours.logprobs(TOKENS), wanted.logprobs(TOKENS), atol=3e-5)
 
 
 def test_adapters_train_on_a_quantized_base(
-    engine, reference, tiny, tmp_path, adapter, pack, samples
+    engine, reference, tiny, tmp_path, adapter, pack, samples, codes
 ):
-    """The codes stay; losses are those of PyTorch on the dequantized base."""
+    """Losses are those of PyTorch on the dequantized base."""
     from pippin.recipe import Lora
 
     folder = quantized(tiny("llama"), tmp_path, 4)

@@ -41,8 +41,8 @@ class MlxEngine:
     def load(self, checkpoint: Path, dtype: str, adapter: Path | None = None) -> "MlxModel":
         """A Hugging Face folder, plain or quantized in our layout, with an optional PEFT folder.
 
-        `dtype` auto is bfloat16 on a GPU, else float32. Quantized tensors stay quantized. Raises
-        ModelError for a folder that cannot be loaded, an architecture that mlx-lm computes
+        `dtype` auto is bfloat16 on a GPU, else float32. Quantized tensors stay quantized on a GPU.
+        Raises ModelError for a folder that cannot be loaded, an architecture that mlx-lm computes
         differently than transformers, or an adapter of another base.
         """
         picked = devices.pick_dtype(dtype, self._device)

@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 import mlx_lm
 from mlx import nn
-from mlx_lm.utils import load_model
+from mlx_lm.utils import dequantize_model, load_model
 
 from pippin.engines.mlx.attention import accept_positions
 from pippin.errors import ModelError
@@ -16,9 +16,10 @@ from pippin.model.config import read_raw, with_rope_keys
 def load_network(folder: Path, dtype: mx.Dtype, remote_code: bool = False) -> nn.Module:
     """The folder's model, frozen, in evaluation mode, its weights in memory.
 
-    Quantized modules stay quantized; their scales and biases are cast to `dtype` like any other
-    tensor. Raises ModelError for a folder that mlx-lm cannot load, and for tensors that are
-    missing, left over or of another shape.
+    On a GPU quantized modules stay quantized, their scales and biases in `dtype` like any other
+    tensor; on a CPU, where MLX multiplies codes without a BLAS, they become dense. Raises
+    ModelError for a folder that mlx-lm cannot load, and for tensors that are missing, left over or
+    of another shape.
     """
     config = with_rope_keys(read_raw(folder))
     if not any(folder.glob("model*.safetensors")):
@@ -37,10 +38,17 @@ def load_network(folder: Path, dtype: mx.Dtype, remote_code: bool = False) -> nn
     _repair(network, config)
     accept_positions(network)
     network.set_dtype(dtype)
+    if not keeps_codes():
+        network = dequantize_model(network)
     network.freeze()
     network.eval()
     mx.eval(network.parameters())
     return network
+
+
+def keeps_codes() -> bool:
+    """Whether the device multiplies by codes faster than by the dense weight."""
+    return mx.default_device().type != mx.DeviceType.cpu
 
 
 def _repair(network: nn.Module, config: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from mlx.utils import tree_flatten
 from pippin.engines import Weights
 from pippin.engines.mlx.lora import add_adapter
 from pippin.errors import ModelError
+from pippin.model.config import read_raw
 from pippin.model.weights import Checkpoint
 from pippin.recipe import Lora
 
@@ -45,11 +46,11 @@ def lora_places(network: nn.Module, lora: Lora, weights: Weights) -> dict[str, P
 def full_places(network: nn.Module, checkpoint: Path) -> dict[str, Place]:
     """Every weight once, tied ones under the first name.
 
-    Raises ModelError where mlx-lm renames or fuses tensors while loading, or keeps them quantized:
-    what would be trained could not be written back under the checkpoint's names.
+    Raises ModelError for a quantized folder, and where mlx-lm renames or fuses tensors while
+    loading: what would be trained could not be written back under the checkpoint's names.
     """
     modules: dict[str, Any] = dict(network.named_modules())
-    if any("scales" in module for module in modules.values()):
+    if "quantization" in read_raw(checkpoint):
         raise ModelError(
             f"{checkpoint} is quantized: its codes cannot be trained",
             "set train.method = lora, or start from the dense model",
