@@ -4,11 +4,13 @@ import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Protocol, TypeAlias, cast
 
 from pippin.engines import Scorer
 from pippin.events import Event
 from pippin.recipe import Quantize, Recipe
+
+Refusal: TypeAlias = tuple[str, str]  # message and hint
 
 TARGETS = {
     "coreai": "pippin.targets.coreai",
@@ -41,7 +43,7 @@ class Bundle:
 class Target(Protocol):
     """One deployment format."""
 
-    def refusal(self, quantize: Quantize, checkpoint: Path) -> tuple[str, str] | None:
+    def refusal(self, quantize: Quantize, checkpoint: Path) -> Refusal | None:
         """Why this target cannot hold such a model, as (message, hint); None when it can.
 
         Asked before anything is trained or quantized, of the base model's folder.
@@ -53,7 +55,7 @@ class Target(Protocol):
         ...
 
     def load(self, folder: Path) -> Scorer:
-        """The deployed file in its own runtime."""
+        """The deployed file in what runs it here, which deploy.json names as `runtime`."""
         ...
 
 
@@ -62,7 +64,7 @@ def load_target(name: str) -> Target:
     return cast("Target", importlib.import_module(TARGETS[name]).make_target())
 
 
-def check_recipe(recipe: Recipe, checkpoint: Path) -> list[tuple[str, str]]:
+def check_recipe(recipe: Recipe, checkpoint: Path) -> list[Refusal]:
     """Every refusal of the recipe's targets, before any work."""
     asked = (
         load_target(name).refusal(recipe.quantize, checkpoint) for name in recipe.deploy.targets

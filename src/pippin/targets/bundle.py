@@ -2,13 +2,14 @@
 
 import json
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from pippin import artifact
 from pippin.errors import ModelError
-from pippin.events import Notice
+from pippin.events import Notice, Progress
 from pippin.model import source
 from pippin.model.config import read_config
 from pippin.model.names import CONFIG, GENERATION_CONFIG
@@ -123,6 +124,12 @@ def read_description(folder: Path) -> dict[str, Any]:
 def notice(target: str, text: str) -> Notice:
     """A notice of a target's."""
     return Notice(stage="deploy", text=f"{target}: {text}")
+
+
+def progress(done: int, started: float) -> Progress:
+    """So many parts of the work are done; `started` is of time.perf_counter."""
+    seconds = round(time.perf_counter() - started, 1)
+    return Progress(stage="deploy", done=done, values={"seconds": seconds})
 
 
 def _bytes(path: Path) -> int:

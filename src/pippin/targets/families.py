@@ -4,11 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pippin.model.config import ModelConfig, read_config
+from pippin.targets import Refusal
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-
-Refusal = tuple[str, str]
 
 
 def refuse_family(target: str, checkpoint: Path) -> Iterator[Refusal]:

@@ -53,7 +53,7 @@ class Embedding(nn.Module):
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         """(B, T) to (B, T, I)."""
-        return self.matrix.rows(tokens_BT)  # ty: ignore[call-non-callable]
+        return self.matrix.rows(tokens_BT)  # ty: ignore[not-callable]
 
 
 class MatrixParts(PortableParts, abc.ABC):

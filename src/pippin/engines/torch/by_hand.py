@@ -54,7 +54,7 @@ def _replace(layer: nn.Module, call: Call, number: int, float8: bool) -> str | N
     if parts.heads[2] > WIDEST:
         return f"its heads are wider than {WIDEST}"
     wanted = results(layer, call, number > 0)
-    layer.forward = forward_of(parts)  # ty: ignore[invalid-assignment]
+    layer.forward = forward_of(parts)
     fault = difference(wanted, results(layer, call, number > 0), _tolerance(wanted, float8), number)
     if fault and float8 and number > 0:
         raise ModelError(fault, 'set train.frozen_dtype = "auto"')

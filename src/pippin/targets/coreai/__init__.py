@@ -13,7 +13,7 @@ from pathlib import Path
 from pippin.engines import Scorer
 from pippin.events import Event
 from pippin.recipe import Quantize
-from pippin.targets import Bundle
+from pippin.targets import Bundle, Refusal
 from pippin.targets.families import refuse_family
 from pippin.targets.quiet import quiet
 
@@ -21,7 +21,7 @@ from pippin.targets.quiet import quiet
 class CoreAi:
     """The target; its packages are imported when it writes or loads."""
 
-    def refusal(self, quantize: Quantize, checkpoint: Path) -> tuple[str, str] | None:
+    def refusal(self, quantize: Quantize, checkpoint: Path) -> Refusal | None:
         """The first reason against deploying such a model, as (message, hint); None for none."""
         return next(refuse_family("coreai", checkpoint), None)
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pippin.errors import ModelError
-from pippin.events import Event, Progress
+from pippin.events import Event
 from pippin.model.tokenizer import load_tokenizer
 from pippin.targets import Bundle
 from pippin.targets.agreement import compare, load_parent, require
@@ -15,6 +15,7 @@ from pippin.targets.bundle import (
     describe,
     finish,
     notice,
+    progress,
     read_description,
     require_context,
 )
@@ -45,26 +46,21 @@ def write(bundle: Bundle) -> Iterator[Event]:
     started = time.perf_counter()
     save(Weights(CoreAiParts(), Folder(bundle.quantized), context), bundle.folder / FILE)
     copy_side_files(bundle)
-    yield _progress(1, started)
+    yield progress(1, started)
     prompts, left_out = check_prompts(tokenizer, context)
     yield from (notice("coreai", text) for text in left_out)
     model = AimodelModel(bundle.folder / FILE, context)
-    yield _progress(2, started)
+    yield progress(2, started)
     # A step expands every weight here: the longest prompts, and few steps.
     parent = load_parent(bundle.quantized)
     agreement = compare(model, parent, prompts[-2:], context, GREEDY_TOKENS)
     check = require("coreai", agreement, MAX_KL, MIN_TOP1)
     description = describe(bundle, "coreai", tokenizer, {FILE: "weights and program"})
     finish(bundle, description | {"runtime": RUNTIME, "check": check}, guide)
-    yield _progress(3, started)
+    yield progress(3, started)
 
 
 def load(folder: Path) -> AimodelModel:
     """The bundle's .aimodel. Raises ModelError where a file is not as it was written."""
     description = read_description(folder)
     return AimodelModel(folder / FILE, description["context"])
-
-
-def _progress(done: int, started: float) -> Progress:
-    seconds = round(time.perf_counter() - started, 1)
-    return Progress(stage="deploy", done=done, values={"seconds": seconds})

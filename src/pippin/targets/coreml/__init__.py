@@ -14,7 +14,7 @@ from pathlib import Path
 from pippin.engines import Scorer
 from pippin.events import Event
 from pippin.recipe import Quantize
-from pippin.targets import Bundle
+from pippin.targets import Bundle, Refusal
 from pippin.targets.families import refuse_family
 from pippin.targets.quiet import quiet
 
@@ -24,7 +24,7 @@ BITS = (4, 8)
 class CoreMl:
     """The target; its packages are imported when it writes or loads."""
 
-    def refusal(self, quantize: Quantize, checkpoint: Path) -> tuple[str, str] | None:
+    def refusal(self, quantize: Quantize, checkpoint: Path) -> Refusal | None:
         """The first reason against deploying such a model, as (message, hint); None for none."""
         reasons = [*refuse_family("coreml", checkpoint), *_refuse_quantize(quantize)]
         return reasons[0] if reasons else None
@@ -52,7 +52,7 @@ def make_target() -> CoreMl:
     return CoreMl()
 
 
-def _refuse_quantize(quantize: Quantize) -> Iterator[tuple[str, str]]:
+def _refuse_quantize(quantize: Quantize) -> Iterator[Refusal]:
     parts = (
         ("linears", "", quantize.bits, quantize.scheme),
         ("embedding", "embed_", quantize.embed_bits, quantize.embed_scheme),

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from pippin.errors import ModelError
+from pippin.targets.coreml import BITS
 from pippin.targets.folder import Affine
 from pippin.targets.matrices import MatrixParts
 from pippin.targets.portable import RMSNorm
 
-BITS = (4, 8)
 # coremltools' name for a quantized weight, among pruned and palettized ones.
 _QUANTIZED = 3
 SMALLEST = 1e-3

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pippin.errors import ModelError, PippinError
-from pippin.events import Event, Progress
+from pippin.events import Event
 from pippin.model.quantized import DenseView
 from pippin.model.tokenizer import load_tokenizer
 from pippin.targets import Bundle
@@ -21,6 +21,7 @@ from pippin.targets.bundle import (
     describe,
     finish,
     notice,
+    progress,
     read_description,
     require_context,
 )
@@ -51,7 +52,7 @@ def write(bundle: Bundle) -> Iterator[Event]:
     started, folder = time.perf_counter(), Folder(bundle.quantized)
     save(Weights(CoreMlParts(), folder, context), bundle.folder / FILE)
     copy_side_files(bundle)
-    yield _progress(1, started)
+    yield progress(1, started)
     model = PackageModel(bundle.folder / FILE, context)
     stored = _require_stored(model, folder, DenseView(bundle.quantized))
     prompts, left_out = check_prompts(tokenizer, context)
@@ -62,7 +63,7 @@ def write(bundle: Bundle) -> Iterator[Event]:
     check = require("coreml", agreement, MAX_KL, MIN_TOP1)
     description = describe(bundle, "coreml", tokenizer, {FILE: "weights and program"})
     finish(bundle, description | {"runtime": RUNTIME, "check": check, "stored": stored}, guide)
-    yield _progress(2, started)
+    yield progress(2, started)
 
 
 def load(folder: Path) -> PackageModel:
@@ -89,8 +90,3 @@ def _require_stored(model: PackageModel, folder: Folder, view: DenseView) -> int
 def _mark(matrix: NDArray[np.float32]) -> bytes:
     # A zero has no sign in codes.
     return hashlib.sha256((matrix + np.float32(0)).tobytes()).digest()
-
-
-def _progress(done: int, started: float) -> Progress:
-    seconds = round(time.perf_counter() - started, 1)
-    return Progress(stage="deploy", done=done, values={"seconds": seconds})

@@ -20,12 +20,8 @@ from pippin.engines import Scorer
 from pippin.events import Event
 from pippin.model.config import read_config
 from pippin.recipe import Quantize
-from pippin.targets import Bundle
-from pippin.targets.executorch.constraint import (
-    Refusal,
-    refuse_quantize,
-    refuse_scales,
-)
+from pippin.targets import Bundle, Refusal
+from pippin.targets.executorch.constraint import refuse_quantize, refuse_scales
 from pippin.targets.families import refuse_family
 from pippin.targets.native_log import without_harmless_lines
 

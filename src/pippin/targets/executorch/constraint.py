@@ -7,9 +7,9 @@ from pippin.model import names
 from pippin.model.config import read_config
 from pippin.model.weights import Checkpoint
 from pippin.recipe import Quantize
+from pippin.targets import Refusal
 
 GROUP_MULTIPLE = 32
-Refusal = tuple[str, str]
 
 
 def refuse_quantize(quantize: Quantize, tied: bool) -> Iterator[Refusal]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pippin.errors import ModelError
-from pippin.events import Event, Metric, Progress
+from pippin.events import Event, Metric
 from pippin.model.tokenizer import Tokenizer, load_tokenizer
 from pippin.targets import Bundle
 from pippin.targets.bundle import (
@@ -16,6 +16,7 @@ from pippin.targets.bundle import (
     describe,
     finish,
     notice,
+    progress,
     read_description,
     require_context,
 )
@@ -46,16 +47,16 @@ def write(bundle: Bundle) -> Iterator[Event]:
     started = time.perf_counter()
     weights = read_weights(Folder(bundle.quantized), context)
     program = lowering.export(Decoder(weights, every=False), context)
-    yield _progress(1, started)
+    yield progress(1, started)
     edge = lowering.lower(program, runner_constants(tokenizer, weights))
     del program
     delegation = read_delegation(edge.exported_program().graph_module)
-    yield _progress(2, started)
+    yield progress(2, started)
     with (bundle.folder / PROGRAM).open("wb") as file:
         lowering.serialize(edge).write_to_file(file)
     del edge
     copy_side_files(bundle)
-    yield _progress(3, started)
+    yield progress(3, started)
     stored = require_stored(bundle.folder / PROGRAM, weights)
     prompts, left_out = check_prompts(tokenizer, context)
     yield from (notice("executorch", text) for text in left_out)
@@ -75,7 +76,7 @@ def write(bundle: Bundle) -> Iterator[Event]:
         },
         guide,
     )
-    yield _progress(4, started)
+    yield progress(4, started)
 
 
 def load(folder: Path) -> PteModel:
@@ -97,9 +98,3 @@ def runner_constants(tokenizer: Tokenizer, weights: Weights) -> dict[str, Any]:
         "enable_dynamic_shape": True,
         "use_sdpa_with_kv_cache": True,
     }
-
-
-def _progress(done: int, started: float) -> Progress:
-    return Progress(
-        stage="deploy", done=done, values={"seconds": round(time.perf_counter() - started, 1)}
-    )

@@ -15,14 +15,14 @@ from pathlib import Path
 from pippin.engines import Scorer
 from pippin.events import Event
 from pippin.recipe import Quantize
-from pippin.targets import Bundle
+from pippin.targets import Bundle, Refusal
 from pippin.targets.gguf.constraint import refuse_model, refuse_quantize
 
 
 class Gguf:
     """The target; its packages are imported when it writes or loads."""
 
-    def refusal(self, quantize: Quantize, checkpoint: Path) -> tuple[str, str] | None:
+    def refusal(self, quantize: Quantize, checkpoint: Path) -> Refusal | None:
         """The first reason against deploying such a model, as (message, hint); None for none."""
         reasons = [*refuse_model(checkpoint), *refuse_quantize(quantize)]
         return reasons[0] if reasons else None

@@ -6,8 +6,8 @@ from typing import Any
 
 from pippin.model.config import ModelConfig, read_config
 from pippin.recipe import Quantize
+from pippin.targets import Refusal
 
-Refusal = tuple[str, str]
 ROPE_TYPES = ("default", "linear", "llama3")
 # llama.cpp's Gemma 3 attends to everything in every sixth layer, and to a window in the others.
 GEMMA_PATTERN = 6

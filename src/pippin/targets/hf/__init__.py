@@ -6,13 +6,13 @@ from pathlib import Path
 from pippin.engines import Scorer
 from pippin.events import Event
 from pippin.recipe import Quantize
-from pippin.targets import Bundle
+from pippin.targets import Bundle, Refusal
 
 
 class HuggingFace:
     """The target; its packages are imported when it writes or loads."""
 
-    def refusal(self, quantize: Quantize, checkpoint: Path) -> tuple[str, str] | None:
+    def refusal(self, quantize: Quantize, checkpoint: Path) -> Refusal | None:
         """None: what compressed-tensors cannot hold is written dense, and a notice says so."""
         return None
 

@@ -123,7 +123,7 @@ def _write_weights(folder: Path, view: DenseView, packed: dict[str, Grid]) -> in
                 for part, tensor in _packed_tensors(view, module).items():
                     writer.write(part, tensor)
             else:
-                expanded += _is_quantized(view, name)
+                expanded += name in view.grids
                 writer.write(name, view.read(name).astype(spec.dtype))
     return expanded
 
@@ -144,7 +144,3 @@ def _packed_tensors(view: DenseView, module: str) -> dict[str, NDArray[Any]]:
         f"{module}.weight_scale": view.checkpoint.read(f"{module}.scales"),
         f"{module}.weight_shape": np.array(view.tensors[f"{module}.weight"].shape, np.int64),
     }
-
-
-def _is_quantized(view: DenseView, name: str) -> bool:
-    return name.endswith(".weight") and f"{names.module(name)}.scales" in view.checkpoint.tensors

@@ -7,7 +7,7 @@ from pippin.engines import Scorer
 from pippin.events import Event
 from pippin.model.config import read_config
 from pippin.recipe import Quantize
-from pippin.targets import Bundle
+from pippin.targets import Bundle, Refusal
 
 # Families that mlx-lm computes as transformers does, compared by a test.
 MODEL_TYPES = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")
@@ -16,7 +16,7 @@ MODEL_TYPES = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")
 class Mlx:
     """The target; its packages are imported when it writes or loads."""
 
-    def refusal(self, quantize: Quantize, checkpoint: Path) -> tuple[str, str] | None:
+    def refusal(self, quantize: Quantize, checkpoint: Path) -> Refusal | None:
         """Why mlx-lm cannot run such a model, as (message, hint). It holds all codes."""
         kind = read_config(checkpoint).model_type
         if kind in MODEL_TYPES:
