@@ -1,12 +1,9 @@
 """Which device and dtype JAX computes with, and how much memory it took."""
 
-import os
-import resource
-import sys
-
 import jax
 import jax.numpy as jnp
 
+from pippin.engines.host import cores, peak_resident
 from pippin.errors import UsageError
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
@@ -40,11 +37,6 @@ def describe(device: jax.Device) -> str:
     return f"{kind} ({device.device_kind})"
 
 
-def cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def pick_dtype(name: str, device: jax.Device) -> str:
     """`auto` is bfloat16 on an accelerator, float32 on a CPU: XLA computes bfloat16 through it."""
     if name == "auto":
@@ -61,8 +53,7 @@ def peak_memory(device: jax.Device) -> int:
     figures = device.memory_stats() or {}
     if "peak_bytes_in_use" in figures:
         return figures["peak_bytes_in_use"]
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return peak_resident()
 
 
 def _find(name: str) -> jax.Device | None:

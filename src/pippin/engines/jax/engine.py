@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from pippin.data.batches import Batch
 from pippin.engines import Sampling, Tokens, TopK, Weights
+from pippin.engines.arrays import adapted
 from pippin.engines.jax import device as devices
 from pippin.engines.jax.architecture import Spec
 from pippin.engines.jax.decoder import Lora as Adapter
@@ -106,8 +107,7 @@ class JaxModel:
             first = jax.tree.map(plain, params)
             return JaxTrainer(first, Frozen({}, {}), all_weights(self.spec), settings)
         first = stack_pairs(self.spec, weights)
-        linears = {name.rpartition(".lora_")[0] for name in weights}
-        scales: Any = stack_scales(self.spec, dict.fromkeys(linears, lora.scale))
+        scales: Any = stack_scales(self.spec, dict.fromkeys(adapted(weights), lora.scale))
         first, scales = jax.device_put((first, scales), self.device)
         trainable = adapter_weights(self.spec, weights)
         return JaxTrainer(first, Frozen(params, scales), trainable, settings)

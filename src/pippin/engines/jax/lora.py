@@ -12,6 +12,7 @@ from jax import Array
 from numpy.typing import NDArray
 
 from pippin.engines import Weights
+from pippin.engines.arrays import adapted, find_pair
 from pippin.engines.jax.architecture import Spec
 from pippin.engines.jax.decoder import Lora
 from pippin.errors import ModelError
@@ -35,10 +36,10 @@ def stack_pairs(spec: Spec, weights: Weights) -> dict[str, dict[str, NDArray[Any
     one of another shape.
     """
     pairs: dict[str, dict[str, NDArray[Any]]] = {}
-    for name in sorted({key.rpartition(".lora_")[0] for key in weights}):
+    for name in adapted(weights):
         number, linear = _place(spec, name)
-        a_RI, b_OR = (weights[f"{name}.lora_{side}.weight"] for side in "AB")
-        _check(spec, name, linear, {"A": a_RI, "B": b_OR})
+        outputs, inputs = spec.shapes()[f"{linear}.weight"]
+        a_RI, b_OR = find_pair(weights, name, inputs, outputs)
         pair = pairs.setdefault(linear, _empty(spec, linear, _rank(weights, linear)))
         pair["A"][number, : a_RI.shape[0]] = a_RI
         pair["B"][number, :, : b_OR.shape[1]] = b_OR
@@ -69,18 +70,6 @@ def _place(spec: Spec, name: str) -> tuple[int, str]:
         f"the adapter wants {name}, the model has no such layer",
         "the adapter was trained on another base; name its base as model.source",
     )
-
-
-def _check(spec: Spec, name: str, linear: str, pair: Weights) -> None:
-    outputs, inputs = spec.shapes()[f"{linear}.weight"]
-    rank = pair["A"].shape[0]
-    for side, wanted in {"A": (rank, inputs), "B": (outputs, rank)}.items():
-        if pair[side].shape != wanted:
-            raise ModelError(
-                f"{name}: lora_{side} of the adapter is {pair[side].shape}, "
-                f"the base needs {wanted}",
-                "the adapter was trained on another base; name its base as model.source",
-            )
 
 
 def _rank(weights: Weights, linear: str) -> int:

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from pippin.data.batches import Batch
 from pippin.engines import StepResult, Weights
+from pippin.engines.arrays import find_saved, moves_later, refuse_stuck
 from pippin.engines.jax.architecture import Spec
 from pippin.engines.jax.decoder import How, Net, Params, Rows, head_weight, hidden_states
 from pippin.engines.jax.lora import scaled
@@ -24,7 +25,6 @@ from pippin.engines.jax.mesh import make_mesh, notice, shardings, split_rows, sp
 from pippin.engines.jax.optimizer import Adam, Masters, first_masters, update
 from pippin.engines.jax.rows import bucket, power_of_two, stack
 from pippin.engines.jax.trainable import Trainable
-from pippin.errors import ModelError
 from pippin.recipe import Train
 
 
@@ -157,14 +157,8 @@ class JaxTrainer:
     def _check_moved(self, moved: Any) -> None:
         still = self._unmoved - self.trainable.moved(moved)
         self._unmoved = still
-        waits = [n for n in still if self.updates < 2 and n.endswith(".lora_A.weight")]
-        stuck = sorted(still.difference(waits))
-        if stuck:
-            raise ModelError(
-                f"{len(stuck)} trainable tensors did not move in update {self.updates}: "
-                f"{', '.join(stuck[:4])}",
-                "leave them out of lora.targets; where all are named, try another device",
-            )
+        stuck = (n for n in still if self.updates > 1 or not moves_later(n))
+        refuse_stuck(stuck, self.updates)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -235,15 +229,7 @@ def _cut(batch: Batch, columns: int) -> Batch:
 
 
 def _part(state: Weights, part: str, trainable: Trainable) -> Weights:
-    found = {}
-    for name, shape in trainable.shapes.items():
-        key = f"{part}.{name}"
-        array = state.get(key)
-        if array is None or array.shape != shape:
-            got = "missing" if array is None else f"{array.shape}"
-            raise ModelError(
-                f"the checkpoint's {key} is {got}, the trainer needs {shape}",
-                "it belongs to another model or adapter; remove the checkpoint to start again",
-            )
-        found[name] = array
-    return found
+    return {
+        name: find_saved(state, f"{part}.{name}", tuple(shape))
+        for name, shape in trainable.shapes.items()
+    }

@@ -1,12 +1,10 @@
 """Which device and dtype the engine computes with, and how much memory it took."""
 
-import os
-import resource
-import sys
 from importlib.metadata import version
 
 import mlx.core as mx
 
+from pippin.engines.host import cores, peak_resident
 from pippin.errors import UsageError
 
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
@@ -45,11 +43,6 @@ def describe(device: str) -> str:
     return f"{device} ({mx.device_info().get('device_name', 'GPU')})"
 
 
-def cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def pick_dtype(name: str, device: str) -> mx.Dtype:
     """`auto` is bfloat16 on a GPU; on a CPU float32, which alone reaches a BLAS there."""
     if name == "auto":
@@ -68,5 +61,4 @@ def peak_memory(device: str) -> int:
     """Bytes: the GPU allocator's peak, or the process's peak resident set on a CPU."""
     if device != "cpu":
         return mx.get_peak_memory()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return peak_resident()

@@ -140,5 +140,5 @@ def _add_saved_adapter(network: nn.Module, folder: Path) -> None:
     from pippin.model.adapter import load_adapter
 
     adapter = load_adapter(folder)
-    names = {key.rpartition(".lora_")[0] for key in adapter.weights}
-    add_adapter(network, adapter.weights, {n: adapter.scale_of(n) for n in names}, dropout=0.0)
+    scale = {name: adapter.scale_of(name) for name in adapter.linears}
+    add_adapter(network, adapter.weights, scale, dropout=0.0)

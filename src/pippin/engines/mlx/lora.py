@@ -9,6 +9,7 @@ import mlx.core as mx
 from mlx import nn
 
 from pippin.engines import Weights
+from pippin.engines.arrays import adapted, find_pair
 from pippin.errors import ModelError
 
 LINEARS = (nn.Linear, nn.QuantizedLinear)
@@ -56,7 +57,7 @@ def add_adapter(
     """
     modules: dict[str, Any] = dict(network.named_modules())
     layers = {}
-    for name in sorted({key.rpartition(".lora_")[0] for key in weights}):
+    for name in adapted(weights):
         base = _find_linear(modules, name)
         pair = _pair(base, name, weights)
         layers[name] = LoraLinear(base, pair, scale[name], dropout)
@@ -89,13 +90,5 @@ def _find_linear(modules: dict[str, Any], name: str) -> Any:
 
 
 def _pair(base: Any, name: str, weights: Weights) -> tuple[mx.array, mx.array]:
-    a_RI, b_OR = (weights[f"{name}.lora_{side}.weight"] for side in "AB")
-    inputs, outputs = linear_shape(base)
-    shapes = ((a_RI.shape[0], inputs), (outputs, a_RI.shape[0]))
-    for side, array, wanted in zip("AB", (a_RI, b_OR), shapes, strict=True):
-        if array.shape != wanted:
-            raise ModelError(
-                f"{name}: lora_{side} of the adapter is {array.shape}, the base needs {wanted}",
-                "the adapter was trained on another base; name its base as model.source",
-            )
+    a_RI, b_OR = find_pair(weights, name, *linear_shape(base))
     return mx.array(a_RI.astype("float32")), mx.array(b_OR.astype("float32"))

@@ -9,6 +9,7 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 from pippin.engines import Weights
+from pippin.engines.arrays import adapted
 from pippin.engines.mlx.lora import add_adapter
 from pippin.errors import ModelError
 from pippin.model.config import read_raw
@@ -34,8 +35,8 @@ class Place:
 
 def lora_places(network: nn.Module, lora: Lora, weights: Weights) -> dict[str, Place]:
     """Add the adapter's layers; their tensors, `<linear>.lora_A.weight` and its lora_B."""
-    names = {key.rpartition(".lora_")[0] for key in weights}
-    layers = add_adapter(network, weights, dict.fromkeys(names, lora.scale), lora.dropout)
+    scale = dict.fromkeys(adapted(weights), lora.scale)
+    layers = add_adapter(network, weights, scale, lora.dropout)
     return {
         f"{name}.{side}.weight": Place(module=layer, attribute=side)
         for name, layer in layers.items()

@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from pippin.errors import ModelError
+from pippin.engines.arrays import find_saved, refuse_stuck
 from pippin.recipe import Train
 
 Arrays: TypeAlias = dict[str, mx.array]
@@ -60,13 +60,8 @@ class Optimizer:
     def _check(self, before: Arrays) -> None:
         still = {n for n in self._unmoved if bool(mx.array_equal(before[n], self.masters[n]))}
         self._unmoved = still
-        stuck = sorted(n for n in still if self.updates > 1 or not self._waits(n))
-        if stuck:
-            raise ModelError(
-                f"{len(stuck)} trainable tensors did not move in update {self.updates}: "
-                f"{', '.join(stuck[:4])}",
-                "leave them out of lora.targets",
-            )
+        stuck = (n for n in still if self.updates > 1 or not self._waits(n))
+        refuse_stuck(stuck, self.updates)
 
 
 def _adamw(train: Train) -> Callable[..., tuple[Arrays, ...]]:
@@ -93,14 +88,7 @@ def _adamw(train: Train) -> Callable[..., tuple[Arrays, ...]]:
 
 
 def _taken(state: dict[str, NDArray[Any]], kind: str, like: Arrays) -> Arrays:
-    taken = {}
-    for name, array in like.items():
-        found = state.get(f"{kind}.{name}")
-        if found is None or found.shape != array.shape:
-            text = "missing" if found is None else f"{found.shape}"
-            raise ModelError(
-                f"the checkpoint's {kind}.{name} is {text}, the trainer needs {array.shape}",
-                "it belongs to another model or adapter; remove the checkpoint to start again",
-            )
-        taken[name] = mx.array(found)
-    return taken
+    return {
+        name: mx.array(find_saved(state, f"{kind}.{name}", array.shape))
+        for name, array in like.items()
+    }

@@ -12,6 +12,7 @@ import numpy as np
 
 from pippin.data.batches import Batch
 from pippin.engines import StepResult, Weights
+from pippin.engines.arrays import moves_later
 from pippin.engines.mlx.attention import packed_attention
 from pippin.engines.mlx.body import Head, Loaded, scalar
 from pippin.engines.mlx.lora import LoraLinear
@@ -48,7 +49,7 @@ class MlxTrainer:
         self.drops = [m for m in self.network.modules() if isinstance(m, LoraLinear)]
         self.dtypes = {name: place.get().dtype for name, place in places.items()}
         first = {name: place.get().astype(mx.float32) for name, place in places.items()}
-        self.optimizer = Optimizer(first, train, _waits)
+        self.optimizer = Optimizer(first, train, moves_later)
         self.grad = mx.value_and_grad(self._loss)
 
     def step(
@@ -173,8 +174,3 @@ def _adapted(head: Head | None, places: Iterable[Place]) -> bool:
 def _squares(grads: Arrays) -> mx.array:
     """The squared norm of all gradients together."""
     return mx.stack([(g * g).sum() for g in grads.values()]).sum()
-
-
-def _waits(name: str) -> bool:
-    """The gradient of A is zero while B is: it moves in the second update."""
-    return name.endswith(".lora_A.weight")

@@ -1,11 +1,8 @@
 """Which device and dtype the engine computes with, and how much memory it took."""
 
-import os
-import resource
-import sys
-
 import torch
 
+from pippin.engines.host import cores, peak_resident
 from pippin.errors import UsageError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -41,11 +38,6 @@ def describe(device: torch.device) -> str:
     return f"cpu ({cores()} cores)"
 
 
-def cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     """`auto` is bfloat16 where the device computes it natively, else float32.
 
@@ -78,5 +70,4 @@ def peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     if device.type == "mps":
         return torch.mps.driver_allocated_memory()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return peak_resident()

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from pippin.data.batches import Batch
 from pippin.engines import Sampling, Tokens, TopK, Weights
+from pippin.engines.arrays import adapted
 from pippin.engines.torch import device as devices
 from pippin.engines.torch.body import find_head
 from pippin.engines.torch.fisher import loss_moments
@@ -137,6 +138,6 @@ def _add_saved_adapter(network: PreTrainedModel, folder: Path) -> None:
     for name in adapter.embeddings:
         pair = (adapter.weights[f"{name}.lora_{side}.weight"] for side in "BA")
         add_to_embedding(network, name, adapter.scale_of(name), *pair)
-    names = {key.rpartition(".lora_")[0] for key in linears}
-    add_adapter(network, linears, {n: adapter.scale_of(n) for n in names}, dropout=0.0)
+    scale = {name: adapter.scale_of(name) for name in adapted(linears)}
+    add_adapter(network, linears, scale, dropout=0.0)
     network.requires_grad_(False)

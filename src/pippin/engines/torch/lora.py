@@ -12,6 +12,7 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from pippin.engines import Weights
+from pippin.engines.arrays import adapted, find_pair
 from pippin.engines.torch.packed import PackedLinear
 from pippin.errors import ModelError
 
@@ -95,7 +96,7 @@ def add_adapter(
     by linear. Raises ModelError where the network has no such linear, or one of another shape.
     """
     layers = {}
-    for name in sorted({key.rpartition(".lora_")[0] for key in weights}):
+    for name in adapted(weights):
         base = _find_linear(network, name)
         pair = _pair(base, name, weights)
         layers[name] = LoraLinear(base, pair, scale[name], dropout)
@@ -158,16 +159,9 @@ def _submodule(network: nn.Module, name: str) -> nn.Module:
 
 
 def _pair(base: Frozen, name: str, weights: Weights) -> tuple[Tensor, Tensor]:
-    a_RI, b_OR = (weights[f"{name}.lora_{side}.weight"] for side in "AB")
-    shapes = ((a_RI.shape[0], base.in_features), (base.out_features, a_RI.shape[0]))
-    for side, array, wanted in zip("AB", (a_RI, b_OR), shapes, strict=True):
-        if array.shape != wanted:
-            raise ModelError(
-                f"{name}: lora_{side} of the adapter is {array.shape}, the base needs {wanted}",
-                "the adapter was trained on another base; name its base as model.source",
-            )
+    pair = find_pair(weights, name, base.in_features, base.out_features)
     packed = isinstance(base, PackedLinear)
     exact = torch.float32 if packed else torch.promote_types(base.weight.dtype, torch.float32)
     device = torch.device("cpu") if packed else base.weight.device
-    a, b = (torch.tensor(w.astype("float64"), dtype=exact) for w in (a_RI, b_OR))
+    a, b = (torch.tensor(w.astype("float64"), dtype=exact) for w in pair)
     return a.to(device), b.to(device)

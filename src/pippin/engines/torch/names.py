@@ -7,6 +7,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from pippin.engines import Weights
+from pippin.engines.arrays import adapted
 from pippin.engines.torch.lora import add_adapter
 from pippin.errors import ModelError
 from pippin.recipe import Lora
@@ -16,8 +17,8 @@ def lora_parameters(
     network: PreTrainedModel, lora: Lora, weights: Weights
 ) -> dict[str, nn.Parameter]:
     """Add the adapter's layers; the masters by name, `<linear>.lora_A.weight` and its lora_B."""
-    names = {key.rpartition(".lora_")[0] for key in weights}
-    layers = add_adapter(network, weights, dict.fromkeys(names, lora.scale), lora.dropout)
+    scale = dict.fromkeys(adapted(weights), lora.scale)
+    layers = add_adapter(network, weights, scale, lora.dropout)
     sides = {"A": "lora_A", "B": "lora_B"}
     return {
         f"{name}.lora_{side}.weight": getattr(layer, attribute)

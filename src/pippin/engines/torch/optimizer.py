@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from pippin.engines.arrays import find_saved, refuse_stuck
 from pippin.errors import ModelError
 from pippin.recipe import Train
 
@@ -129,13 +130,8 @@ class Optimizer:
             if bool(self.masters[name].detach().view(-1)[place] == before)
         }
         self._unmoved, self._checks = still, self._checks + 1
-        stuck = sorted(n for n in still if self._checks > 1 or not self.waits(n))
-        if stuck:
-            raise ModelError(
-                f"{len(stuck)} trainable tensors did not move in update {self.updates}: "
-                f"{', '.join(stuck[:4])}",
-                "leave them out of lora.targets; where all are named, try another device",
-            )
+        stuck = (n for n in still if self._checks > 1 or not self.waits(n))
+        refuse_stuck(stuck, self.updates)
 
 
 def _master(parameter: nn.Parameter) -> Tensor:
@@ -154,13 +150,7 @@ def _master(parameter: nn.Parameter) -> Tensor:
 
 
 def _copy(target: Tensor, state: dict[str, NDArray[Any]], key: str) -> None:
-    array = state.get(key)
-    if array is None or array.shape != tuple(target.shape):
-        found = "missing" if array is None else f"{array.shape}"
-        raise ModelError(
-            f"the checkpoint's {key} is {found}, the trainer needs {tuple(target.shape)}",
-            "it belongs to another model or adapter; remove the checkpoint to start again",
-        )
+    array = find_saved(state, key, tuple(target.shape))
     with torch.no_grad():
         target.copy_(torch.tensor(array))
 

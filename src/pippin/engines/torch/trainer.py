@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from pippin.data.batches import Batch
 from pippin.engines import StepResult, Weights
+from pippin.engines.arrays import moves_later
 from pippin.engines.torch.body import find_head, hidden_states
 from pippin.engines.torch.by_hand import replace_layers
 from pippin.engines.torch.compiled import compile_layers, wake_autograd
@@ -67,7 +68,7 @@ class TorchTrainer:
             fuse(outside(network))
         elif not self.compiled:
             fuse(network.modules())
-        self.optimizer = Optimizer(trainable, train, _waits)
+        self.optimizer = Optimizer(trainable, train, moves_later)
 
     def step(
         self,
@@ -211,11 +212,6 @@ class TorchTrainer:
             name = type(self.network).__name__
             notices.append(f"the head of {name} is its own; its full logits are computed")
         return tuple(notices)
-
-
-def _waits(name: str) -> bool:
-    """The gradient of A is zero while B is: it moves in the second update."""
-    return name.endswith(".lora_A.weight")
 
 
 def checkpoint_activations(network: PreTrainedModel) -> None:
