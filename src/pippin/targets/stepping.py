@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pippin.engines import Sampling, Tokens, TopK
+from pippin.engines.sampling import sample
 from pippin.errors import ModelError
 
 
@@ -81,7 +82,11 @@ class SteppingModel(abc.ABC):
         for _ in range(sampling.max_tokens):
             if start + len(tokens) > self.context:
                 return
-            token = pick(self.last_logits(tokens, start), sampling, random)
+            logits_V = self.last_logits(tokens, start)
+            if sampling.temperature == 0:
+                token = int(logits_V.argmax())
+            else:
+                (token,) = sample(logits_V[None], [random.random()], sampling)
             if token in sampling.stop:
                 return
             yield token
@@ -102,15 +107,3 @@ def largest(values_TV: NDArray[np.float32], k: int) -> NDArray[np.int64]:
     ids = np.argpartition(-values_TV, k - 1, axis=-1)[..., :k]
     order = np.argsort(-np.take_along_axis(values_TV, ids, -1), axis=-1, kind="stable")
     return np.take_along_axis(ids, order, -1)
-
-
-def pick(logits_V: NDArray[np.float32], sampling: Sampling, random: np.random.Generator) -> int:
-    """The next token: the likeliest at temperature 0, else drawn from the top_p nucleus."""
-    if sampling.temperature == 0:
-        return int(logits_V.argmax())
-    logprobs_V = log_softmax(logits_V / sampling.temperature)
-    order = np.argsort(-logprobs_V, kind="stable")
-    probs = np.exp(logprobs_V[order].astype(np.float64))
-    kept = max(1, int(np.searchsorted(np.cumsum(probs), sampling.top_p, side="left")) + 1)
-    nucleus = probs[:kept] / probs[:kept].sum()
-    return int(order[random.choice(len(nucleus), p=nucleus)])

@@ -15,11 +15,11 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
     make_prompt_cache,
 )
-from numpy.typing import NDArray
 
 from pippin.engines import Sampling, Tokens
 from pippin.engines.mlx.body import Loaded, close, hidden_states, probe_tokens
 from pippin.engines.mlx.probe import FAULTS
+from pippin.engines.sampling import sample
 
 
 def generate(
@@ -133,22 +133,3 @@ class _Group:
             return ids
         draws = [self.draws[n].random() for n in self.numbers]
         return sample(np.array(logits_BV), draws, self.sampling)
-
-
-def sample(logits_BV: NDArray[Any], draws: list[float], sampling: Sampling) -> list[int]:
-    """Invert the cumulative distribution at `draws` in [0, 1): the same tokens on any device.
-
-    top_p keeps the likeliest tokens until their sum reaches it, the one that reaches it included.
-    """
-    scaled_BV = logits_BV.astype(np.float64) / sampling.temperature
-    ids_BV = np.argsort(-scaled_BV, axis=-1, kind="stable")
-    sorted_BV = np.take_along_axis(scaled_BV, ids_BV, -1)
-    chances_BV = np.exp(sorted_BV - sorted_BV[:, :1])
-    chances_BV /= chances_BV.sum(-1, keepdims=True)
-    kept_BV = np.where(chances_BV.cumsum(-1) - chances_BV >= sampling.top_p, 0.0, chances_BV)
-    sums_BV = kept_BV.cumsum(-1)
-    draw_B1 = np.array(draws)[:, None]
-    place_B = (sums_BV <= draw_B1 * sums_BV[:, -1:]).sum(-1)
-    last_B = (kept_BV > 0).sum(-1) - 1
-    places_B1 = np.minimum(place_B, last_B)[:, None]
-    return np.take_along_axis(ids_BV, places_B1, -1)[:, 0].tolist()
