@@ -79,15 +79,16 @@ WANTED = {
 
 @pytest.fixture
 def broken(tmp_path, monkeypatch):
-    """A table with one engine whose device is broken in every way."""
+    """An engine whose device is broken in every way, in the place of torch's."""
     (tmp_path / "broken_suite.py").write_text(SUITE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setitem(check.PROBES, "broken", "broken_suite")
+    monkeypatch.setenv("PIPPIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setitem(check.PROBES, "torch", "broken_suite")
     monkeypatch.setattr("pippin.check.runner.PATIENCE", 5.0)
 
 
 def test_every_fault_becomes_a_finding(broken):
-    begun, *findings = Checkup(engine="broken", patience=5.0).run()
+    begun, *findings = Checkup(engine="torch", patience=5.0).run()
     assert begun == Begun(where="a broken device", count=9)
     assert [found.probe for found in findings] == [*WANTED, "right"]
     for found in findings:
@@ -100,7 +101,7 @@ def test_every_fault_becomes_a_finding(broken):
 
 def test_a_device_that_is_not_there_is_an_error(broken):
     with pytest.raises(UsageError, match="device none is not there"):
-        list(Checkup(engine="broken", device="none").run())
+        list(Checkup(engine="torch", device="none").run())
 
 
 def test_an_engine_that_does_not_start_is_an_error(monkeypatch):
@@ -134,7 +135,7 @@ def test_the_worst_case_counts_and_nan_is_the_worst():
 
 def run(monkeypatch, capsys, *arguments):
     """(exit code, stdout, stderr) of the command."""
-    monkeypatch.setattr(sys, "argv", ["pippin", "check", "--engine", "broken", *arguments])
+    monkeypatch.setattr(sys, "argv", ["pippin", "check", "--engine", "torch", *arguments])
     handler = signal.getsignal(signal.SIGTERM)
     try:
         cli.main()

@@ -51,6 +51,11 @@ def main() -> None:
         sys.exit(141)
 
 
+def sentence(name: str) -> str:
+    """What a command does, as its own help says it."""
+    return COMMANDS[name][0].upper() + COMMANDS[name][1:] + "."
+
+
 def help_text() -> str:
     """What `pippin --help` prints."""
     width = max(map(len, COMMANDS))

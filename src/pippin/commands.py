@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pippin.cli import COMMANDS
+from pippin.cli import sentence
 from pippin.command_group import CommandGroup
 from pippin.commands_check import ELSEWHERE, check
 from pippin.commands_speak import chat, figure, generate
@@ -68,13 +68,9 @@ def _recipe_command(name: str, *options: Callable[..., Any]) -> Callable[..., An
 
         for option in reversed((click.argument("recipe", type=PATH), *options, *_COMMON)):
             call = option(call)
-        return pippin.command(name, help=_sentence(name))(call)
+        return pippin.command(name, help=sentence(name))(call)
 
     return decorate
-
-
-def _sentence(name: str) -> str:
-    return COMMANDS[name][0].upper() + COMMANDS[name][1:] + "."
 
 
 _COMMON = (
@@ -209,7 +205,7 @@ def report(asked: Asked) -> None:
     _results(plan, asked.console())
 
 
-@pippin.command("version", help=_sentence("version"))
+@pippin.command("version", help=sentence("version"))
 def version() -> None:
     """Print versions, one a line."""
     from pippin.versions import versions

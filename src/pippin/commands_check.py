@@ -10,13 +10,14 @@ import click
 
 from pippin.check import PROBES
 from pippin.check.audits import AUDITS, CHIPS
-from pippin.cli import COMMANDS
+from pippin.cli import sentence
 
 if TYPE_CHECKING:
     from pippin.check.audits import Ask, Audited, Auditor
     from pippin.check.runner import Checkup
 
 
+# Options of `pippin plan`.
 ELSEWHERE = (
     click.option("--memory", metavar="SIZE", help="of a machine that is not here, e.g. 16GB"),
     click.option(
@@ -29,7 +30,7 @@ ELSEWHERE = (
 )
 
 
-@click.command("check", help=COMMANDS["check"][0].upper() + COMMANDS["check"][1:] + ".")
+@click.command("check", help=sentence("check"))
 @click.argument("model", required=False, type=click.Path(path_type=Path))
 @click.option(
     "--engine",
@@ -134,10 +135,10 @@ def _audit(rules: str, folder: Path | None, ask: "Ask", mode: str) -> None:
     audited = Console(mode=mode).audits(programs)
     bad = [each for each in audited if each.outcome in ("fails", "error")]
     if bad:
-        raise GateError(f"{len(bad)} of {len(audited)} programs do not run: {_names(bad)}", HINT)
-
-
-HINT = "the lines under the table name operators, files and the way round each"
+        raise GateError(
+            f"{len(bad)} of {len(audited)} programs do not run: {_names(bad)}",
+            "the lines under the table name operators, files and the way round each",
+        )
 
 
 def _names(audited: "list[Audited]") -> str:

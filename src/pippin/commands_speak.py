@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pippin.cli import COMMANDS
+from pippin.cli import sentence
 
 if TYPE_CHECKING:
     from pippin.console import Console
@@ -45,17 +45,13 @@ _SPEAKING = (
 )
 
 
-def _sentence(name: str) -> str:
-    return COMMANDS[name][0].upper() + COMMANDS[name][1:] + "."
-
-
 def _speaking(function: Callable[..., Any]) -> Callable[..., Any]:
     for option in reversed(_SPEAKING):
         function = option(function)
     return function
 
 
-@click.command("generate", help=_sentence("generate"))
+@click.command("generate", help=sentence("generate"))
 @_speaking
 @click.argument("what", type=PATH)
 @click.argument("prompt")
@@ -71,7 +67,7 @@ def generate(what: Path, prompt: str, **options: Any) -> None:
     console.text("")
 
 
-@click.command("chat", help=_sentence("chat"))
+@click.command("chat", help=sentence("chat"))
 @_speaking
 @click.argument("what", type=PATH)
 @click.option("--system", metavar="TEXT", help="a system message")

@@ -47,3 +47,8 @@ class Interrupted(PippinError):
     """The user stopped the run; the last checkpoint is on disk."""
 
     exit_code = 130
+
+
+def first_line(error: BaseException) -> str:
+    """What a library raised, in one line; its repr where it says nothing."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), repr(error))

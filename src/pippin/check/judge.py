@@ -4,7 +4,7 @@ import math
 import time
 
 from pippin.check import WRONG, Finding, NotThere, Probe, Verdict
-from pippin.errors import PippinError
+from pippin.errors import PippinError, first_line
 
 # What frameworks raise where a device cannot do something: loud, so nobody computes with it.
 REFUSALS = (RuntimeError, TypeError, ValueError, AttributeError, ImportError, LookupError)
@@ -20,7 +20,7 @@ def judge(probe: Probe) -> Finding:
     except PippinError as error:  # our own checks of the engine saw it first
         return finding(probe, "wrong", detail=error.message)
     except REFUSALS as error:
-        return finding(probe, "not there", detail=f"{type(error).__name__}: {_first_line(error)}")
+        return finding(probe, "not there", detail=f"{type(error).__name__}: {first_line(error)}")
     seconds = time.perf_counter() - start
     return finding(probe, verdict(figure, probe.tolerance), figure, where, seconds)
 
@@ -57,7 +57,3 @@ def _worst(probe: Probe) -> tuple[str, float]:
     cases = list(probe.cases())
     assert cases, f"probe {probe.name} measured nothing"
     return max(cases, key=lambda case: math.inf if math.isnan(case[1]) else case[1])
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), repr(error))

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from pippin.engines.jax.rope import Rope, make_rope
-from pippin.errors import ModelError
+from pippin.errors import ModelError, first_line
 
 FAMILIES = {
     "gemma": "Gemma",
@@ -79,11 +79,11 @@ def read_spec(folder: Path) -> Spec:
     """The decoder of a model folder. Raises ModelError for a family that the engine lacks."""
     config = _read_config(folder)
     family = config.model_type
-    if family not in FAMILIES or config.hidden_act_ not in _ACTIVATIONS:
+    if family not in FAMILIES or config.activation not in _ACTIVATIONS:
         known = "; ".join(f"{name} ({text})" for name, text in FAMILIES.items())
         raise ModelError(
             f"{folder}: the engine jax has no decoder for {family or 'this config'}"
-            + (f" with {config.hidden_act_}" if family in FAMILIES else ""),
+            + (f" with {config.activation}" if family in FAMILIES else ""),
             f"it loads {known}; use engine torch",
         )
     return _spec(config, family)
@@ -99,7 +99,7 @@ class _Config:
         return getattr(self.values, name, None)
 
     @property
-    def hidden_act_(self) -> str:
+    def activation(self) -> str:
         return self.hidden_activation or self.hidden_act or "silu"
 
 
@@ -111,9 +111,8 @@ def _read_config(folder: Path) -> _Config:
     try:
         read = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (ValueError, KeyError, OSError) as error:
-        reason = (str(error).strip().splitlines() or [repr(error)])[0]
         raise ModelError(
-            f"{folder}: its config.json cannot be read: {reason}",
+            f"{folder}: its config.json cannot be read: {first_line(error)}",
             "choose a model of a family that the engine knows, or use engine torch",
         ) from error
     return _Config(read)
@@ -134,7 +133,7 @@ def _spec(config: _Config, family: str) -> Spec:
         head_dim=channels,
         vocab_size=config.vocab_size,
         eps=config.rms_norm_eps,
-        activation=_ACTIVATIONS[config.hidden_act_],
+        activation=_ACTIVATIONS[config.activation],
         scale=(config.query_pre_attn_scalar or channels) ** -0.5,
         windows=windows,
         ropes=tuple(ropes),

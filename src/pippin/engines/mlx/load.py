@@ -9,7 +9,7 @@ from mlx import nn
 from mlx_lm.utils import dequantize_model, load_model
 
 from pippin.engines.mlx.attention import accept_positions
-from pippin.errors import ModelError
+from pippin.errors import ModelError, first_line
 from pippin.model.config import read_raw, with_rope_keys
 
 
@@ -32,7 +32,7 @@ def load_network(folder: Path, dtype: mx.Dtype, remote_code: bool = False) -> nn
         )
     except (ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(
-            f"{folder}: mlx-lm {mlx_lm.__version__} does not load it: {_first_line(error)}",
+            f"{folder}: mlx-lm {mlx_lm.__version__} does not load it: {first_line(error)}",
             "set model.engine = torch, or choose a model whose architecture mlx-lm knows",
         ) from error
     _repair(network, config)
@@ -69,7 +69,3 @@ def _scaled(kind: Any, scale: float) -> type:
             return hidden if hidden.dtype == mx.bfloat16 else hidden * (scale / rounded)
 
     return ScaledEmbedding
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), repr(error))

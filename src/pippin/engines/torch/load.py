@@ -14,7 +14,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils import logging
 
 from pippin.engines.torch.packed import pack, packable
-from pippin.errors import ModelError
+from pippin.errors import ModelError, first_line
 from pippin.model import names
 from pippin.model.quantized import DenseView
 
@@ -62,7 +62,7 @@ def _read_config(folder: Path, remote_code: bool) -> Any:
     except (ValueError, KeyError, OSError) as error:
         raise ModelError(
             f"{folder}: transformers {transformers.__version__} cannot read its config.json: "
-            f"{_first_line(error)}",
+            f"{first_line(error)}",
             "update transformers, or choose a model whose architecture it knows",
         ) from error
 
@@ -84,7 +84,7 @@ def _load(
             )
     except (RuntimeError, OSError, ValueError, SafetensorError) as error:
         raise ModelError(
-            f"{folder} does not load: {_first_line(error)}",
+            f"{folder} does not load: {first_line(error)}",
             "fetch the model again; if it was made by a tool, make it again",
         ) from error
     _refuse_gaps(folder, report)
@@ -147,10 +147,6 @@ def _refuse_gaps(folder: Path, report: dict[str, Any]) -> None:
                 f"{folder} {text} {some} ({len(keys)} in all)",
                 "config.json and the weights must belong together; fetch the model again",
             )
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), repr(error))
 
 
 @contextlib.contextmanager
