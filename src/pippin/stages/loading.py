@@ -8,6 +8,7 @@ from pathlib import Path
 from pippin.engines import Engine, Scorer, load_engine
 from pippin.errors import ModelError, PippinError
 from pippin.model.config import read_config
+from pippin.quiet import quiet_imports
 from pippin.recipe import Model
 from pippin.targets import EXTRAS, TARGETS, Target, load_target
 
@@ -16,9 +17,10 @@ DEPLOY_FILE = "deploy.json"
 
 @contextlib.contextmanager
 def needs(what: str, extra: str) -> Generator[None]:
-    """Inside, an import that fails for want of a package is a PippinError about `what`."""
+    """Inside, imports are quiet; one that fails for want of a package is a PippinError."""
     try:
-        yield
+        with quiet_imports():
+            yield
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] == "pippin":
             raise
