@@ -5,14 +5,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 RECIPE ?= recipes/sql.toml
 
-.PHONY: demo test check setup setup-dev reference clean
+.PHONY: demo test test-slow check setup setup-dev reference clean
 
 demo: setup
 	$(BIN)/pippin run $(RECIPE)
 	$(BIN)/pippin run recipes/shakespeare.toml
 
 test: setup-dev
-	$(BIN)/pytest -n auto
+	$(BIN)/pytest -n auto -m "not slow"
+
+# Minutes more: the built-in model through every target's own runtime.
+test-slow: setup-dev
+	$(BIN)/pytest -m slow
 
 check: setup-dev
 	$(BIN)/ruff check .
