@@ -187,14 +187,16 @@ def _quantize_title(recipe: Recipe) -> str:
 
 
 def _deploy(recipe: Recipe, run: Path, target: str) -> Iterator[Step]:
-    folder = run / f"deploy-{target}"
+    folder, data = run / f"deploy-{target}", settings(recipe, "data")
+    # A bundle leaves the run; it must be asked as it was trained.
+    rendering = {key: data[key] for key in ("data.chat_template", "data.format")}
     yield Step(
         name=folder.name,
         stage="deploy",
         title=f"deploy to {target}",
         folder=folder,
         inputs={"model": run / "quantize"},
-        settings={"target": target, "deploy.context": recipe.deploy.context},
+        settings={"target": target, "deploy.context": recipe.deploy.context, **rendering},
         subject=target,
     )
     inputs = {"bundle": folder, **_parent(run, "quantized")}

@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -278,6 +279,19 @@ def test_an_adapter_of_another_base_does_not_speak(tmp_path):
     save_adapter(adapter, Lora(rank=1), pair, Base(name="another", digest="0" * 64))
     with pytest.raises(ModelError, match="trained on another"):
         load_speaker(adapter, print, base=base)
+
+
+def test_prompts_are_rendered_as_in_training(run, tmp_path, monkeypatch):
+    """A model tuned on plain completions answers a chat's wrapping as if it had learnt nothing."""
+    engine = SimpleNamespace(load=lambda *_: None)
+    monkeypatch.setattr(loading, "load_engine", lambda *_: engine)
+    write_model(run / "quantize")
+    assert load_speaker(run / "quantize", lambda _: None).data.chat_template
+    settings = {"data.chat_template": False, "data.format": "auto"}
+    origin = Origin(stage="train", inputs={}, settings=settings, versions={})
+    with writing(run / "train", origin, {}) as folder:
+        (folder / "adapter_config.json").write_text("{}")
+    assert not load_speaker(run / "quantize", lambda _: None).data.chat_template
 
 
 def test_an_adapters_broken_config_is_named(tmp_path):

@@ -20,10 +20,11 @@ from pippin.model.tokenizer import Tokenizer, load_tokenizer
 from pippin.recipe import Data, Model, Recipe
 from pippin.stages.belonging import check_base
 from pippin.stages.loading import context_of, load_scorer, runtime_of
-from pippin.stages.newest import find
+from pippin.stages.newest import Found, find
 from pippin.stages.speech import Detokenizer, Message, fit_messages
 
 STAGE = "generate"
+RENDERING = frozenset({"data.chat_template", "data.format"})
 Notify = Callable[[Notice], None]
 
 
@@ -129,8 +130,9 @@ def load_speaker(
 ) -> Speaker:
     """The model in `folder`: a run's, whose furthest stage speaks, or any folder that `find` knows.
 
-    `recipe` gives engine, device, dtype and how prompts are rendered; `base` is the model under an
-    adapter, or of a run that has only begun. What speaks is said through `notify`. Raises
+    `recipe` gives engine, device, dtype and how prompts are rendered, without one as in training;
+    `base` is the model under an adapter, or of a run that has only begun. What speaks is said
+    through `notify`. Raises
     ModelError where nothing speaks, or an adapter was trained on another base.
     """
     adapter = locate_adapter(recipe.model, recipe.folder) if recipe else None
@@ -148,7 +150,18 @@ def load_speaker(
         title=found.title,
         scorer=load_scorer(found.inputs, model, model.dtype),
         tokenizer=load_tokenizer(found.folder),
-        data=recipe.data if recipe else Data(source=""),
+        data=recipe.data if recipe else _rendering(found),
         context=context_of(found.inputs),
         notify=notify,
     )
+
+
+def _rendering(found: Found) -> Data:
+    """How prompts were rendered in training, as a manifest tells; as chats where none does."""
+    own = found.inputs.get("adapter", found.folder)
+    for folder in (own, own.parent / "train"):
+        settings = (artifact.read_manifest(folder) or {}).get("settings", {})
+        if RENDERING.issubset(settings):
+            values = {key.removeprefix("data."): settings[key] for key in RENDERING}
+            return Data(source="", **values)
+    return Data(source="")
