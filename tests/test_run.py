@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 from pippin import run as running
+from pippin import targets
 from pippin.errors import GateError, PippinError, UsageError
 from pippin.events import Finished, Notice
 from pippin.plan import make_plan
 from pippin.recipe import Gate
-from pippin.run import done_steps, run
+from pippin.run import done_steps, run, with_targets
+from pippin.targets import PACKAGES, TARGETS
 from tests.tiny_runs import MACHINE, change, fake_stage, make_recipe
 
 ALL = [
@@ -234,3 +236,37 @@ def test_a_key_that_came_with_an_upgrade_leaves_finished_stages_finished(recipe)
     assert walk(recipe)[0] == []
     with pytest.raises(PippinError, match=r"train\.beta2 0\.999 -> 0\.5"):
         walk(change(recipe, train={"beta2": 0.5}))
+
+
+@pytest.mark.parametrize("context", [4, 65])
+def test_a_context_that_the_model_lacks_is_refused_before_any_work(recipe, context):
+    asked = change(recipe, deploy={"targets": ("hf",), "context": context})
+    with pytest.raises(PippinError, match=f"context of {context} tokens.* up to 64"):
+        walk(asked)
+    assert not (Path(recipe.out) / "evaluate-base").exists()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_package_that_a_target_lacks_is_told_before_any_work(recipe, monkeypatch, target):
+    lacking = PACKAGES[target][0]
+    monkeypatch.setattr(targets, "find_spec", lambda name: None if name == lacking else name)
+    asked = change(recipe, deploy={"targets": (target,), "context": 64})
+    with pytest.raises(PippinError, match=f"{target} needs the package {lacking}"):
+        walk(asked)
+    assert not (Path(recipe.out) / "evaluate-base").exists()
+
+
+def test_training_alone_needs_no_packages_of_targets(recipe, monkeypatch):
+    monkeypatch.setattr(targets, "find_spec", lambda _: None)
+    asked = change(recipe, deploy={"targets": ("hf",), "context": 64})
+    assert walk(asked, only="train") == (["train"], [], [])
+
+
+def test_a_plan_tells_what_its_targets_refuse(recipe, monkeypatch):
+    monkeypatch.setattr(targets, "find_spec", lambda _: None)
+    asked = change(recipe, deploy={"targets": ("hf",), "context": 65})
+    refusals = with_targets(make_plan(asked, MACHINE)).refusals
+    assert [message for message, _ in refusals] == [
+        "target hf needs the package compressed_tensors, which is not installed",
+        "a context of 65 tokens, the least is 8; the model knows positions up to 64",
+    ]

@@ -14,12 +14,13 @@ from pippin.errors import GateError, PippinError, UsageError
 from pippin.events import Event, Finished, Notice
 from pippin.job import Job
 from pippin.lock import locked
+from pippin.model.names import CONFIG
 from pippin.plan import Plan, make_plan
 from pippin.stages import checkpoints
 from pippin.stages.evaluate import read_scores
 from pippin.stages.gates import check_gates
 from pippin.steps import Step, defaults
-from pippin.targets import check_recipe
+from pippin.targets import check_recipe, missing_packages
 from pippin.versions import versions
 from pippin.watermarks import set_watermarks
 
@@ -74,6 +75,9 @@ class Walk:
         for step in self.plan.steps:
             if artifact.read_manifest(step.folder) is None:
                 artifact.refuse_foreign(step.folder)  # before hours of work, not after
+        if not self.deployed():
+            lacking = missing_packages(self.plan.recipe.deploy.targets)
+            replace(self.plan, refusals=tuple(lacking)).raise_refusals()
         yield from self.fetch()
         for step in self.plan.steps:
             if step.stage != "fetch":
@@ -113,11 +117,14 @@ class Walk:
 
     def ask_targets(self) -> None:
         """A target that cannot hold such a model says so before anything is trained."""
+        if not self.deployed():
+            refusals = check_recipe(self.plan.recipe, self.plan.model)
+            replace(self.plan, refusals=tuple(refusals)).raise_refusals()
+
+    def deployed(self) -> bool:
+        """Whether every target's file is there."""
         deploys = [step for step in self.plan.steps if step.stage == "deploy"]
-        if all(self.state(step) == [] for step in deploys):
-            return
-        refusals = check_recipe(self.plan.recipe, self.plan.model)
-        replace(self.plan, refusals=tuple(refusals)).raise_refusals()
+        return all(self.state(step) == [] for step in deploys)
 
     def missing(self, step: Step) -> Step | None:
         """The first step this one builds on that is not there; raises for one out of date."""
@@ -232,6 +239,13 @@ class Walk:
 def stage_function(stage: str) -> Any:
     """`pippin.stages.<stage>.<stage>`, imported when it is its turn."""
     return getattr(importlib.import_module(f"pippin.stages.{stage}"), stage)
+
+
+def with_targets(plan: Plan) -> Plan:
+    """The plan with what its targets refuse: packages they lack here, and models once fetched."""
+    lacking = [] if plan.machine.elsewhere else missing_packages(plan.recipe.deploy.targets)
+    asked = check_recipe(plan.recipe, plan.model) if (plan.model / CONFIG).is_file() else []
+    return replace(plan, refusals=(*plan.refusals, *lacking, *asked))
 
 
 def done_steps(plan: Plan) -> set[str]:

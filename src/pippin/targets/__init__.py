@@ -1,13 +1,15 @@
 """Deployment formats: what each can hold, how it is written, how it is run for the comparison."""
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol, TypeAlias, cast
 
 from pippin.engines import Scorer
 from pippin.events import Event
+from pippin.model.config import read_config
 from pippin.recipe import Quantize, Recipe
 
 Refusal: TypeAlias = tuple[str, str]  # message and hint
@@ -29,6 +31,16 @@ EXTRAS = {
     "hf": "hf",
     "mlx": "mlx",
 }
+# What each imports beside pippin's own dependencies.
+PACKAGES = {
+    "coreai": ("coreai", "coreai_torch", "torch"),
+    "coreml": ("coremltools", "torch"),
+    "executorch": ("executorch", "torchao", "torch"),
+    "gguf": ("torch",),
+    "hf": ("compressed_tensors", "torch"),
+    "mlx": ("mlx", "mlx_lm", "torch"),
+}
+SHORTEST = 8  # tokens that a deployed model must hold
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +78,37 @@ def load_target(name: str) -> Target:
 
 def check_recipe(recipe: Recipe, checkpoint: Path) -> list[Refusal]:
     """Every refusal of the recipe's targets, before any work."""
-    asked = (
-        load_target(name).refusal(recipe.quantize, checkpoint) for name in recipe.deploy.targets
-    )
+    targets = recipe.deploy.targets
+    asked = [load_target(name).refusal(recipe.quantize, checkpoint) for name in targets]
+    if targets:
+        asked.append(refuse_context(recipe.deploy.context, checkpoint))
     return [refusal for refusal in asked if refusal is not None]
+
+
+def refuse_context(context: int, checkpoint: Path) -> Refusal | None:
+    """Why the model in a folder cannot be deployed with a context of so many tokens."""
+    limit = read_config(checkpoint).max_positions
+    if context >= SHORTEST and (limit is None or context <= limit):
+        return None
+    known = "" if limit is None else f"; the model knows positions up to {limit}"
+    end = f" and {limit}" if limit is not None else " and what the model holds"
+    return (
+        f"a context of {context} tokens, the least is {SHORTEST}{known}",
+        f"set deploy.context between {SHORTEST}{end}",
+    )
+
+
+def missing_packages(names: Iterable[str]) -> list[Refusal]:
+    """A refusal for each target that lacks a package here; nothing is imported to find out."""
+    lacking = {
+        name: [package for package in PACKAGES[name] if find_spec(package) is None]
+        for name in names
+    }
+    return [
+        (
+            f"target {name} needs the package {packages[0]}, which is not installed",
+            f'pip install "pippin[{EXTRAS[name]}]", or leave it out of deploy.targets',
+        )
+        for name, packages in lacking.items()
+        if packages
+    ]

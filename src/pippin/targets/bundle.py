@@ -11,15 +11,13 @@ from pippin import artifact
 from pippin.errors import ModelError
 from pippin.events import Notice, Progress
 from pippin.model import source
-from pippin.model.config import read_config
 from pippin.model.names import CONFIG, GENERATION_CONFIG
 from pippin.model.tokenizer import Tokenizer
-from pippin.targets import Bundle
+from pippin.targets import Bundle, refuse_context
 from pippin.targets.guide import Guide, render
 from pippin.versions import versions
 
 DESCRIPTION, README = "deploy.json", "README.md"
-_SHORTEST = 8
 _TEXT = (
     "Water boils at a lower temperature on a high mountain, because the air above presses on it "
     "with less force. A cook who climbs must be patient: rice takes longer, beans longer still, "
@@ -32,12 +30,9 @@ _TEXT = (
 
 def require_context(bundle: Bundle) -> int:
     """The bundle's context in tokens. Raises ModelError where the model has fewer positions."""
-    limit = read_config(bundle.quantized).max_positions
-    if bundle.context < _SHORTEST or (limit is not None and bundle.context > limit):
-        raise ModelError(
-            f"a context of {bundle.context} tokens; the model knows positions up to {limit}",
-            f"set deploy.context between {_SHORTEST} and {limit}",
-        )
+    refusal = refuse_context(bundle.context, bundle.quantized)
+    if refusal is not None:
+        raise ModelError(*refusal)
     return bundle.context
 
 
