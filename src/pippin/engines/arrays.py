@@ -44,14 +44,12 @@ def find_saved(state: Weights, key: str, shape: tuple[int, ...]) -> NDArray[Any]
     return array
 
 
-def moves_later(name: str) -> bool:
-    """The gradient of A is zero while B is: it moves in the second update."""
-    return name.endswith(".lora_A.weight")
+def refuse_stuck(still: Iterable[str], update: int, *, first: bool) -> None:
+    """Raise ModelError for tensors that have not moved; `first` says that nothing moved before.
 
-
-def refuse_stuck(names: Iterable[str], update: int) -> None:
-    """Raise ModelError where any tensor did not move in this update."""
-    stuck = sorted(names)
+    The gradient of lora_A is zero while lora_B is: it moves in the second update.
+    """
+    stuck = sorted(n for n in still if not (first and n.endswith(".lora_A.weight")))
     if stuck:
         raise ModelError(
             f"{len(stuck)} trainable tensors did not move in update {update}: "

@@ -7,7 +7,7 @@ from pippin.engines.host import cores, peak_resident
 from pippin.errors import UsageError
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
-PLATFORMS = {"cuda": ("cuda",), "mps": ("mps",), "cpu": ("cpu",)}
+PLATFORMS = ("cuda", "mps", "cpu")  # best first
 
 
 def available() -> list[str]:
@@ -57,9 +57,9 @@ def peak_memory(device: jax.Device) -> int:
 
 
 def _find(name: str) -> jax.Device | None:
-    for platform in PLATFORMS.get(name, ()):
-        try:
-            return jax.devices(platform)[0]
-        except RuntimeError:  # JAX's way of saying that a platform is not there
-            continue
-    return None
+    if name not in PLATFORMS:
+        return None
+    try:
+        return jax.devices(name)[0]
+    except RuntimeError:  # JAX's way of saying that a platform is not there
+        return None

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from pippin.data.batches import Batch
 from pippin.engines import StepResult, Weights
-from pippin.engines.arrays import find_saved, moves_later, refuse_stuck
+from pippin.engines.arrays import find_saved, refuse_stuck
 from pippin.engines.jax.architecture import Spec
 from pippin.engines.jax.decoder import How, Net, Params, Rows, head_weight, hidden_states
 from pippin.engines.jax.lora import scaled
@@ -157,8 +157,7 @@ class JaxTrainer:
     def _check_moved(self, moved: Any) -> None:
         still = self._unmoved - self.trainable.moved(moved)
         self._unmoved = still
-        stuck = (n for n in still if self.updates > 1 or not moves_later(n))
-        refuse_stuck(stuck, self.updates)
+        refuse_stuck(still, self.updates, first=self.updates == 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

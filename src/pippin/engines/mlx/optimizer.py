@@ -15,16 +15,12 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Optimizer:
-    """Owns the masters of the trainable tensors and their two moments, all float32.
+    """Owns the masters of the trainable tensors and their two moments, all float32."""
 
-    `waits` names tensors whose first gradient is zero in exact arithmetic (lora_A while B is 0).
-    """
-
-    def __init__(self, first: Arrays, train: Train, waits: Callable[[str], bool]) -> None:
+    def __init__(self, first: Arrays, train: Train) -> None:
         self.masters = first
         self.moments = [{name: mx.zeros_like(a) for name, a in first.items()} for _ in MOMENTS]
         self.updates = 0
-        self._waits = waits
         self._unmoved = set(first)
         self._update = mx.compile(_adamw(train))
         mx.eval(self.moments)
@@ -60,8 +56,7 @@ class Optimizer:
     def _check(self, before: Arrays) -> None:
         still = {n for n in self._unmoved if bool(mx.array_equal(before[n], self.masters[n]))}
         self._unmoved = still
-        stuck = (n for n in still if self.updates > 1 or not self._waits(n))
-        refuse_stuck(stuck, self.updates)
+        refuse_stuck(still, self.updates, first=self.updates == 1)
 
 
 def _adamw(train: Train) -> Callable[..., tuple[Arrays, ...]]:

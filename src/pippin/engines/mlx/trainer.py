@@ -12,7 +12,6 @@ import numpy as np
 
 from pippin.data.batches import Batch
 from pippin.engines import StepResult, Weights
-from pippin.engines.arrays import moves_later
 from pippin.engines.mlx.attention import packed_attention
 from pippin.engines.mlx.body import Head, Loaded, scalar
 from pippin.engines.mlx.lora import LoraLinear
@@ -49,7 +48,7 @@ class MlxTrainer:
         self.drops = [m for m in self.network.modules() if isinstance(m, LoraLinear)]
         self.dtypes = {name: place.get().dtype for name, place in places.items()}
         first = {name: place.get().astype(mx.float32) for name, place in places.items()}
-        self.optimizer = Optimizer(first, train, moves_later)
+        self.optimizer = Optimizer(first, train)
         self.grad = mx.value_and_grad(self._loss)
 
     def step(

@@ -1,6 +1,5 @@
 """AdamW on float32 masters: clipped, refused where not finite, checked to have moved weights."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,13 +19,9 @@ class Optimizer:
 
     A parameter in float32 (or float64) is its own master. One in bfloat16 or float16 gets a
     float32 master that collects its gradients, takes the update, and is rounded back into it.
-    `waits` names tensors whose first gradient is zero in exact arithmetic (lora_A while B is 0).
     """
 
-    def __init__(
-        self, parameters: dict[str, nn.Parameter], train: Train, waits: Callable[[str], bool]
-    ) -> None:
-        self.train, self.waits = train, waits
+    def __init__(self, parameters: dict[str, nn.Parameter], train: Train) -> None:
         self.parameters = parameters
         self.masters = {name: _master(p) for name, p in parameters.items()}
         self.adam = torch.optim.AdamW(
@@ -130,8 +125,7 @@ class Optimizer:
             if bool(self.masters[name].detach().view(-1)[place] == before)
         }
         self._unmoved, self._checks = still, self._checks + 1
-        stuck = (n for n in still if self._checks > 1 or not self.waits(n))
-        refuse_stuck(stuck, self.updates)
+        refuse_stuck(still, self.updates, first=self._checks == 1)
 
 
 def _master(parameter: nn.Parameter) -> Tensor:

@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 
 from pippin.data.batches import Batch
 from pippin.engines import StepResult, Weights
-from pippin.engines.arrays import moves_later
 from pippin.engines.torch.body import find_head, hidden_states
 from pippin.engines.torch.by_hand import replace_layers
 from pippin.engines.torch.compiled import compile_layers, wake_autograd
@@ -68,7 +67,7 @@ class TorchTrainer:
             fuse(outside(network))
         elif not self.compiled:
             fuse(network.modules())
-        self.optimizer = Optimizer(trainable, train, moves_later)
+        self.optimizer = Optimizer(trainable, train)
 
     def step(
         self,
