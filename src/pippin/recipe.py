@@ -133,8 +133,8 @@ class Quantize:
     method: QuantizerName = key(
         "rtn",
         "how codes are chosen: nearest on a plain grid (rtn), on a searched one (mse) or with "
-        "moved zero points (hqq), or so that the outputs on training rows are kept: by inputs scaled "
-        "beforehand (awq), or errors made up for (gptq, best)",
+        "moved zero points (hqq), or so that the outputs on training rows are kept: by inputs "
+        "scaled beforehand (awq), or errors made up for (gptq, best)",
     )
     bits: Literal[2, 3, 4, 5, 6, 8] = key(4, "bits of a linear's codes")
     group_size: Literal[0, 32, 64, 128] = key(64, "weights that share a scale; 0 is per channel")
