@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.targets.tiny_quantized import CHANNEL, KINDS, usual
+from tests.tiny_runs import write_speaking_model
 
 from pippin.engines import Sampling
 from pippin.errors import ModelError, PippinError
@@ -272,3 +273,15 @@ def test_a_tokenizer_llama_cpp_has_no_name_for_is_an_error(quantized):
     path.write_text(json.dumps(found))
     with pytest.raises(ModelError, match="cuts text by Whitespace in another form and ByteLevel"):
         deploy(folder)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_scales_that_float16_would_round_are_told_before_any_work(tmp_path, dtype):
+    from safetensors.torch import load_file, save_file
+
+    folder = write_speaking_model(tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    cast = {name: value.to(getattr(torch, dtype)) for name, value in weights.items()}
+    save_file(cast, folder / "model.safetensors", {"format": "pt"})
+    refusal = load_target("gguf").refusal(GOOD, folder)
+    assert refusal is None if dtype != "float32" else "scales are float32" in refusal[0]

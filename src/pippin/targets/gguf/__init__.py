@@ -16,7 +16,7 @@ from pippin.engines import Scorer
 from pippin.events import Event
 from pippin.recipe import Quantize
 from pippin.targets import Bundle, Refusal
-from pippin.targets.gguf.constraint import refuse_model, refuse_quantize
+from pippin.targets.gguf.constraint import refuse_model, refuse_quantize, refuse_scales
 
 
 class Gguf:
@@ -24,7 +24,11 @@ class Gguf:
 
     def refusal(self, quantize: Quantize, checkpoint: Path) -> Refusal | None:
         """The first reason against deploying such a model, as (message, hint); None for none."""
-        reasons = [*refuse_model(checkpoint), *refuse_quantize(quantize)]
+        reasons = [
+            *refuse_model(checkpoint),
+            *refuse_quantize(quantize),
+            *refuse_scales(checkpoint),
+        ]
         return reasons[0] if reasons else None
 
     def write(self, bundle: Bundle) -> Iterator[Event]:

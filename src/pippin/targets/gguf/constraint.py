@@ -4,7 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pippin.model import names
 from pippin.model.config import ModelConfig, read_config
+from pippin.model.weights import Checkpoint
 from pippin.recipe import Quantize
 from pippin.targets import Refusal
 
@@ -25,6 +27,20 @@ def refuse_quantize(quantize: Quantize) -> Iterator[Refusal]:
                 f"gguf: no type holds {bits}-bit codes with zero points, as the {what} would have",
                 f'set quantize.{prefix}scheme = "symmetric"',
             )
+
+
+def refuse_scales(checkpoint: Path) -> Iterator[Refusal]:
+    """The reason why scales of these weights would be rounded: they have the weights' dtype."""
+    if read_config(checkpoint).quantization:
+        return
+    tensors = Checkpoint(checkpoint).tensors
+    linears = (info for name, info in tensors.items() if names.is_linear(name, info.shape))
+    if any(info.dtype.name == "float32" for info in linears):
+        yield (
+            "gguf: GGUF stores scales in float16, this model's weights and so its scales are "
+            "float32",
+            "start from a model in bfloat16 or float16",
+        )
 
 
 def refuse_model(checkpoint: Path) -> Iterator[Refusal]:
