@@ -76,3 +76,13 @@ def test_linears_of_several_widths_are_named_in_groups(quantized):
     ]
     assert [g["weights"]["num_bits"] for g in groups.values()] == [4, 8]
     assert len(groups["group_1"]["targets"]) == 2
+
+
+def test_no_library_reports_its_progress(quantized, capfd):
+    folder = quantized()
+    bundle = Bundle(quantized=folder, folder=folder.parent / "quiet", context=64)
+    bundle.folder.mkdir()
+    target = load_target("hf")
+    list(target.write(bundle))
+    target.load(bundle.folder)
+    assert capfd.readouterr() == ("", "")

@@ -21,6 +21,11 @@ HARMLESS = (
     b"Running MIL",
     b"to Core AI",
     b"ODIE [default]",
+    # Progress of transformers and compressed-tensors while a folder is loaded.
+    b"Loading weights:",
+    b"Applying quantization config:",
+    b"ompressing model:",
+    b"Dispatching model:",
 )
 STDERR = 2
 

@@ -7,6 +7,7 @@ from pippin.engines import Scorer
 from pippin.events import Event
 from pippin.recipe import Quantize
 from pippin.targets import Bundle, Refusal
+from pippin.targets.quiet import quiet
 
 
 class HuggingFace:
@@ -18,13 +19,15 @@ class HuggingFace:
 
     def write(self, bundle: Bundle) -> Iterator[Event]:
         """Make, describe and check the bundle. Raises what writing.write raises."""
-        from pippin.targets.hf import writing
+        with quiet():
+            from pippin.targets.hf import writing
 
         yield from writing.write(bundle)
 
     def load(self, folder: Path) -> Scorer:
         """The folder in transformers. Raises ModelError for an incomplete bundle."""
-        from pippin.targets.hf import loading
+        with quiet():
+            from pippin.targets.hf import loading
 
         return loading.load(folder)
 

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 from pippin.engines import Scorer
 from pippin.engines.torch.engine import TorchModel
 from pippin.targets.bundle import read_description
+from pippin.targets.quiet import quiet
 
 
 def load(folder: Path) -> Scorer:
@@ -19,7 +20,10 @@ def load(folder: Path) -> Scorer:
 
 def open_folder(folder: Path) -> Scorer:
     """The folder in transformers, in float32."""
-    network = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, local_files_only=True
-    )
-    return TorchModel(network.eval().requires_grad_(False), folder)
+    with quiet():
+        network = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True
+        )
+        # The first pass expands what is packed.
+        network.eval().requires_grad_(False)(torch.zeros((1, 1), dtype=torch.long))
+    return TorchModel(network, folder)
