@@ -175,3 +175,11 @@ def test_tables_name_modules_that_are_there(table):
 
 def test_every_engine_has_probes():
     assert set(check.PROBES) == set(ENGINES)
+
+
+def test_no_tokens_to_decode_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["pippin", "check", "--jax-fuji", "test", "--tokens", "0"])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert left.value.code == 2
+    assert "'--tokens'" in capsys.readouterr().err

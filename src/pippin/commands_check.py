@@ -66,7 +66,14 @@ ELSEWHERE = (
     metavar="SIZE",
     help="run a Fuji-shaped model of random weights on the device and on the CPU: 7B, 1B, test",
 )
-@click.option("--tokens", default=16, show_default=True, metavar="N", help="tokens that it decodes")
+@click.option(
+    "--tokens",
+    default=16,
+    show_default=True,
+    type=click.IntRange(1),
+    metavar="N",
+    help="tokens that it decodes",
+)
 @click.option("--json", "as_json", is_flag=True, help="one JSON object a line on stdout")
 @click.option("--quiet", "-q", is_flag=True, help="results and errors only")
 def check(model: Path | None, as_json: bool, quiet: bool, **options: Any) -> None:
