@@ -4,7 +4,7 @@ import difflib
 
 import click
 
-from pippin.cli import COMMANDS, help_text
+from pippin.verbs import COMMANDS, help_text
 
 
 class CommandGroup(click.Group):

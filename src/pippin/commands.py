@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pippin.cli import sentence
 from pippin.command_group import CommandGroup
 from pippin.commands_check import ELSEWHERE, check
 from pippin.commands_speak import chat, figure, generate
+from pippin.verbs import sentence
 
 if TYPE_CHECKING:
     from pippin.console import Console

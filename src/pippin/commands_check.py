@@ -10,7 +10,7 @@ import click
 
 from pippin.check import PROBES
 from pippin.check.audits import AUDITS, CHIPS
-from pippin.cli import sentence
+from pippin.verbs import sentence
 
 if TYPE_CHECKING:
     from pippin.check.audits import Ask, Audited, Auditor

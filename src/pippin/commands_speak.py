@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pippin.cli import sentence
+from pippin.verbs import sentence
 
 if TYPE_CHECKING:
     from pippin.console import Console

@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 import click
 
-from pippin.cli import COMMANDS
 from pippin.commands import pippin
 from pippin.recipe import TABLES, Gate, Recipe
 from pippin.recipe_limits import limit
+from pippin.verbs import COMMANDS
 
 NOTE = "<!-- Written by `make reference`; edit the source instead. -->"
 

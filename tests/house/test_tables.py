@@ -10,7 +10,6 @@ import click
 import pytest
 
 from pippin import recipe
-from pippin.cli import COMMANDS
 from pippin.commands import pippin
 from pippin.engines import ENGINES
 from pippin.quantizers import QUANTIZERS
@@ -18,6 +17,7 @@ from pippin.recipe_file import load_recipe
 from pippin.reference import option_text, pages, usage
 from pippin.stages.gates import MEASURES
 from pippin.targets import EXTRAS, TARGETS
+from pippin.verbs import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 FROZEN = Path(__file__).with_name("options.json")
