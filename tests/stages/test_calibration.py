@@ -128,13 +128,17 @@ def test_bits_are_shared_out_under_a_budget(place: Path, tmp_path: Path) -> None
     assert 0.2 < report["budget"]["expected_kl"] / shared < 5
 
 
-def test_a_budget_offers_what_the_targets_hold(place: Path) -> None:
+def test_a_budget_offers_what_the_targets_hold(place: Path, tmp_path: Path) -> None:
     """GGUF has no zero points beyond 5 bits; what other targets say is theirs."""
+    half = shutil.copytree(place / "model", tmp_path / "half")
+    tensors = load_file(half / "model.safetensors")
+    narrow = {name: tensor.astype(np.float16) for name, tensor in tensors.items()}
+    save_file(narrow, half / "model.safetensors", metadata={"format": "pt"})
     recipe = _recipe(place, replace(SETTINGS, target_bits=4.5))
-    assert holdable(recipe, place / "model") == BITS
+    assert holdable(recipe, half) == BITS
     gguf = replace(recipe, deploy=Deploy(targets=("gguf",)))
     gguf = replace(gguf, quantize=replace(gguf.quantize, embed_bits=5))
-    assert holdable(gguf, place / "model") == (2, 3, 4, 5)
+    assert holdable(gguf, half) == (2, 3, 4, 5)
 
 
 def test_a_budget_below_what_codes_need_is_refused(place: Path, tmp_path: Path) -> None:
