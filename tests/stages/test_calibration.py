@@ -136,7 +136,7 @@ def test_a_budget_offers_what_the_targets_hold(place: Path, tmp_path: Path) -> N
     save_file(narrow, half / "model.safetensors", metadata={"format": "pt"})
     recipe = _recipe(place, replace(SETTINGS, target_bits=4.5))
     assert holdable(recipe, half) == BITS
-    gguf = replace(recipe, deploy=Deploy(targets=("gguf",)))
+    gguf = replace(recipe, deploy=Deploy(targets=("gguf",), context=64))
     gguf = replace(gguf, quantize=replace(gguf.quantize, embed_bits=5))
     assert holdable(gguf, half) == (2, 3, 4, 5)
 
