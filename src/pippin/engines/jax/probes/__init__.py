@@ -1,8 +1,7 @@
 """The JAX engine's probes: what it computes with, each against float64 on the CPU."""
 
-import importlib
-
 from pippin.check import Probe, Shapes
+from pippin.check.families import collect
 
 # Each module has FAMILIES, in the order of the table.
 MODULES = ("arrays", "padding", "numerics", "control", "work")
@@ -11,15 +10,10 @@ MODULES = ("arrays", "padding", "numerics", "control", "work")
 def probes(device: str, shapes: Shapes) -> tuple[Probe, ...]:
     """Every probe on `auto`, `cpu`, `cuda` or `mps`; UsageError where that device is not there."""
     from pippin.engines.jax.device import pick_device
-    from pippin.engines.jax.probes.bench import Bench
+    from pippin.engines.jax.probes.bench import DTYPES, Bench
 
     bench = Bench(device=pick_device(device), shapes=shapes)
-    found: list[Probe] = []
-    for name in MODULES:
-        module = importlib.import_module(f"{__name__}.{name}")
-        for family in module.FAMILIES:
-            found.extend(family.probes(bench))
-    return tuple(found)
+    return collect(__name__, MODULES, bench, {name: name for name in DTYPES})
 
 
 def describe(device: str) -> str:

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pippin.check import Case
-from pippin.engines.jax.probes.bench import DTYPES, FLOATS, Bench, Family, exact, gap, unequal
+from pippin.check.families import FLOATS, Family
+from pippin.engines.jax.probes.bench import DTYPES, Bench, exact, gap, unequal
 
 ALL = tuple(DTYPES)
 

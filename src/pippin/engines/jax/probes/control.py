@@ -8,7 +8,8 @@ import numpy as np
 from jax import Array, lax
 
 from pippin.check import Case
-from pippin.engines.jax.probes.bench import Bench, Family, exact, gap, unequal
+from pippin.check.families import Family
+from pippin.engines.jax.probes.bench import Bench, exact, gap, unequal
 
 
 def loops(bench: Bench, dtype: str) -> Iterator[Case]:

@@ -8,8 +8,9 @@ import numpy as np
 from jax import lax
 
 from pippin.check import Case
+from pippin.check.families import Family
 from pippin.engines.jax.device import pick_device
-from pippin.engines.jax.probes.bench import Bench, Family, exact, gap, unequal
+from pippin.engines.jax.probes.bench import Bench, exact, gap, unequal
 
 
 def products(bench: Bench, dtype: str) -> Iterator[Case]:

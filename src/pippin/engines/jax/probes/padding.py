@@ -10,7 +10,8 @@ from jax import lax
 from numpy.typing import NDArray
 
 from pippin.check import Case
-from pippin.engines.jax.probes.bench import DTYPES, FLOATS, Bench, Family, exact, gap, unequal
+from pippin.check.families import FLOATS, Family
+from pippin.engines.jax.probes.bench import DTYPES, Bench, exact, gap, unequal
 
 # (low, high, interior) by axis.
 CONFIGS = (

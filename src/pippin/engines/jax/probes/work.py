@@ -11,6 +11,7 @@ import numpy as np
 from jax import export
 
 from pippin.check import Case, NotThere
+from pippin.check.families import Family
 from pippin.engines import Sampling
 from pippin.engines.jax.decoder import How, Net
 from pippin.engines.jax.device import pick_device
@@ -18,7 +19,7 @@ from pippin.engines.jax.fuji import fuji_spec
 from pippin.engines.jax.fuji_run import draw_params
 from pippin.engines.jax.generate import generate
 from pippin.engines.jax.optimizer import Adam, first_masters
-from pippin.engines.jax.probes.bench import Bench, Family, gap, unequal
+from pippin.engines.jax.probes.bench import Bench, gap, unequal
 from pippin.engines.jax.probes.mps_operators import OPERATORS
 from pippin.engines.jax.trainer import Frozen, Rule, train_step
 from pippin.recipe import Train

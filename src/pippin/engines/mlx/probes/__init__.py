@@ -1,8 +1,7 @@
 """The MLX engine's probes: what it computes with, each against float64 in numpy."""
 
-import importlib
-
 from pippin.check import Probe, Shapes
+from pippin.check.families import collect
 
 # Each module has FAMILIES, in the order of the table.
 MODULES = ("attention", "products", "training", "arrays")
@@ -14,14 +13,10 @@ def probes(device: str, shapes: Shapes) -> tuple[Probe, ...]:
 
     preload()
     from pippin.engines.mlx.device import pick_device
+    from pippin.engines.mlx.probes.bench import DTYPES
 
     pick_device(device)
-    found: list[Probe] = []
-    for name in MODULES:
-        module = importlib.import_module(f"{__name__}.{name}")
-        for family in module.FAMILIES:
-            found.extend(family.probes(shapes))
-    return tuple(found)
+    return collect(__name__, MODULES, shapes, DTYPES)
 
 
 def describe(device: str) -> str:

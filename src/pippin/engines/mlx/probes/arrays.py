@@ -7,7 +7,8 @@ import mlx.core as mx
 import numpy as np
 
 from pippin.check import Case, Shapes
-from pippin.engines.mlx.probes.bench import FLOAT32, Family, draw, exact, gap, unequal
+from pippin.check.families import FLOAT32, Family, Single
+from pippin.engines.mlx.probes.bench import draw, exact, gap, unequal
 
 COUNT = 100_003
 SIGMAS = 5.0
@@ -99,24 +100,15 @@ def random(shapes: Shapes) -> Iterator[Case]:
 
 
 FAMILIES = (
-    Family(
-        name="rounding.half precision",
-        measure=rounding,
-        dtypes=(),
-        tolerance=0.0,
-        remedy=FLOAT32,
-        avoid="dtype",
-    ),
+    Single(name="rounding.half precision", measure=rounding, remedy=FLOAT32, avoid="dtype"),
     Family(name="function.norm", measure=norms, remedy=FLOAT32, avoid="dtype"),
-    Family(name="function.rotation", measure=rotations, dtypes=(), tolerance=1e-2),
+    Single(name="function.rotation", measure=rotations, tolerance=1e-2),
     Family(name="function.softmax", measure=softmax, remedy=FLOAT32, avoid="dtype"),
-    Family(name="index.gathers", measure=gathers, dtypes=(), tolerance=1e-5),
-    Family(name="sum.many", measure=sums, dtypes=(), tolerance=2e-4),
-    Family(
+    Single(name="index.gathers", measure=gathers, tolerance=1e-5),
+    Single(name="sum.many", measure=sums, tolerance=2e-4),
+    Single(
         name="random.numbers",
         measure=random,
-        dtypes=(),
-        tolerance=0.0,
         remedy="draw on the CPU; adapters are, and sampling inverts numpy's draws",
         avoid="",
     ),

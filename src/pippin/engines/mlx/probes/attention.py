@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pippin.check import Case, Shapes
-from pippin.engines.mlx.probes.bench import Family, draw, exact, gap
+from pippin.check.families import Family
+from pippin.engines.mlx.probes.bench import draw, exact, gap
 
 HEAD_DIMS = (64, 80, 96, 100, 128, 256)
 LENGTHS = (1, 33, 130)

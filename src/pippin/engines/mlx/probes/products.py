@@ -9,7 +9,8 @@ import mlx.core as mx
 import numpy as np
 
 from pippin.check import Case, Shapes
-from pippin.engines.mlx.probes.bench import FLOAT32, Family, draw, exact, gap, unequal
+from pippin.check.families import FLOAT32, Family, Single
+from pippin.engines.mlx.probes.bench import draw, exact, gap, unequal
 
 EDGES = (32766, 32767, 32768, 32769, 65537)
 VOCABS = (32000, 128257)
@@ -86,12 +87,5 @@ FAMILIES = (
     Family(name="product.vocabulary", measure=vocabulary, remedy=FLOAT32, avoid="dtype"),
     Family(name="product.repeated", measure=repeated, tolerance=0.0),
     Family(name="quantized.product", measure=quantized, factor=3.0, remedy=DENSE, avoid=""),
-    Family(
-        name="quantized.unpacking",
-        measure=unpacking,
-        dtypes=(),
-        tolerance=1e-6,
-        remedy=DENSE,
-        avoid="",
-    ),
+    Single(name="quantized.unpacking", measure=unpacking, tolerance=1e-6, remedy=DENSE, avoid=""),
 )

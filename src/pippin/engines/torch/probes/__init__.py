@@ -1,8 +1,7 @@
 """The torch engine's probes: what it computes with, each against float64 on the CPU."""
 
-import importlib
-
 from pippin.check import Probe, Shapes
+from pippin.check.families import collect
 
 # Each module has FAMILIES, in the order of the table.
 MODULES = (
@@ -22,15 +21,10 @@ MODULES = (
 def probes(device: str, shapes: Shapes) -> tuple[Probe, ...]:
     """Every probe on `auto`, `cpu`, `cuda` or `mps`; UsageError where that device is not there."""
     from pippin.engines.torch.device import pick_device
-    from pippin.engines.torch.probes.bench import Bench
+    from pippin.engines.torch.probes.bench import DTYPES, Bench
 
     bench = Bench(device=pick_device(device), shapes=shapes)
-    found: list[Probe] = []
-    for name in MODULES:
-        module = importlib.import_module(f"{__name__}.{name}")
-        for family in module.FAMILIES:
-            found.extend(family.probes(bench))
-    return tuple(found)
+    return collect(__name__, MODULES, bench, DTYPES)
 
 
 def describe(device: str) -> str:

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as fused
 
 from pippin.check import Case
-from pippin.engines.torch.probes.bench import Bench, Family, exact, gap
+from pippin.check.families import Family
+from pippin.engines.torch.probes.bench import Bench, exact, gap
 
 HEAD_DIMS = (64, 80, 96, 100, 128, 256)
 LENGTHS = (1, 33, 130)

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from pippin.check import Case
-from pippin.engines.torch.probes.bench import Bench, Family, exact, gap
+from pippin.check.families import Family
+from pippin.engines.torch.probes.bench import Bench, exact, gap
 
 OFF = "nothing to do: pippin compiles only where its own comparison at the start passes"
 
@@ -43,11 +44,5 @@ def _grad(tensor: Tensor) -> Any:
 
 
 FAMILIES = (
-    Family(
-        name="compile.parity",
-        measure=parity,
-        remedy=OFF,
-        avoid="compile",
-        dtypes=("float32",),
-    ),
+    Family(name="compile.parity", measure=parity, remedy=OFF, avoid="compile", dtypes=("float32",)),
 )

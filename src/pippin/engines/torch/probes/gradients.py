@@ -10,14 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pippin.check import Case
+from pippin.check.families import FEWER, FLOAT32, Family, Single
 from pippin.engines.torch.loss import Head, head_loss
-from pippin.engines.torch.probes.bench import Bench, Family, Single, exact, gap
+from pippin.engines.torch.probes.bench import Bench, exact, gap
 
 TOKENS = (32767, 32769, 65537)
 VOCABS = (32000, 151936, 256000)
-FEWER = "keep batch x tokens below 32768: lower train.batch_rows, raise train.accumulate"
-FLOAT32 = 'compute in float32: model.dtype = "float32"'
-CPU = 'train on the CPU: model.device = "cpu"'
 LEARNING_RATE, BETA1, BETA2, EPS, DECAY = 1e-3, 0.9, 0.999, 1e-8, 0.1
 
 
@@ -151,18 +149,17 @@ def _grad(tensor: Tensor) -> Tensor:
 
 
 FAMILIES = (
-    Family(name="gradient.head weight", measure=head_weight, remedy=FEWER, avoid="device"),
+    Family(name="gradient.head weight", measure=head_weight, remedy=FEWER),
     Family(name="gradient.head input", measure=head_input, remedy=FLOAT32, avoid="dtype"),
-    Family(name="gradient.block", measure=block, remedy=FEWER, avoid="device"),
+    Family(name="gradient.block", measure=block, remedy=FEWER),
     Family(name="loss.cross-entropy", measure=cross_entropy, remedy=FLOAT32, avoid="dtype"),
     Family(name="loss.own", measure=own_loss, remedy=FLOAT32, avoid="dtype"),
-    Single(name="optimizer.step", measure=optimizer, remedy=CPU, avoid="device", tolerance=1e-3),
+    Single(name="optimizer.step", measure=optimizer, tolerance=1e-3),
     Single(
         name="optimizer.layouts",
         measure=optimizer_layouts,
         remedy="make parameters contiguous before training",
-        avoid="device",
         tolerance=1e-3,
     ),
-    Single(name="gradient.norm", measure=norm, remedy=CPU, avoid="device", tolerance=1e-5),
+    Single(name="gradient.norm", measure=norm, tolerance=1e-5),
 )

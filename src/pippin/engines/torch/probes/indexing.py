@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from pippin.check import Case, NotThere
-from pippin.engines.torch.probes.bench import Bench, Single, exact, gap, unequal
-
-CPU = 'train on the CPU: model.device = "cpu"'
+from pippin.check.families import Single
+from pippin.engines.torch.probes.bench import Bench, exact, gap, unequal
 
 
 def lookup(bench: Bench) -> Iterator[Case]:
@@ -96,19 +95,21 @@ def _summed(rows: int, index_N: Tensor, values_ND: Tensor) -> Tensor:
 
 
 FAMILIES = (
-    Single(name="index.lookup", measure=lookup, remedy=CPU, avoid="device"),
+    Single(name="index.lookup", measure=lookup),
     Single(
         name="index.lookup gradient",
         measure=lookup_gradient,
         remedy="train an adapter: the embedding then needs no gradient",
         tolerance=1e-5,
+        avoid="",
     ),
-    Single(name="index.added", measure=added, remedy=CPU, avoid="device", tolerance=1e-5),
-    Single(name="index.written", measure=written, remedy=CPU, avoid="device"),
-    Single(name="index.gathered", measure=gathered, remedy=CPU, avoid="device"),
+    Single(name="index.added", measure=added, tolerance=1e-5),
+    Single(name="index.written", measure=written),
+    Single(name="index.gathered", measure=gathered),
     Single(
         name="index.out of range",
         measure=out_of_range,
         remedy="make sure that the tokenizer has no token beyond the model's vocab_size",
+        avoid="",
     ),
 )

@@ -12,18 +12,18 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from pippin.check import Case
+from pippin.check.families import Family, Single
 from pippin.data.batches import Batch
 from pippin.engines import Sampling
 from pippin.engines.torch.body import cache_argument
 from pippin.engines.torch.generate import generate
 from pippin.engines.torch.names import lora_parameters
 from pippin.engines.torch.probes.attention import AROUND
-from pippin.engines.torch.probes.bench import Bench, Family, Single, gap
+from pippin.engines.torch.probes.bench import Bench, gap
 from pippin.engines.torch.trainer import TorchTrainer, checkpoint_activations
 from pippin.recipe import Lora, Train
 
 VOCAB, TOKENS = 199, 48
-CPU = 'run on the CPU: model.device = "cpu"'
 
 
 def logits(bench: Bench, dtype: torch.dtype) -> Iterator[Case]:
@@ -149,15 +149,9 @@ def _gradients(network: PreTrainedModel, tokens_BT: Tensor) -> dict[str, Tensor]
 
 
 FAMILIES = (
-    Family(name="network.logits", measure=logits, remedy=CPU, avoid="device"),
-    Family(
-        name="network.gradients",
-        measure=gradients,
-        remedy=CPU,
-        avoid="device",
-        dtypes=("float32", "bfloat16"),
-    ),
+    Family(name="network.logits", measure=logits),
+    Family(name="network.gradients", measure=gradients, dtypes=("float32", "bfloat16")),
     Family(name="network.decoding", measure=decoding, remedy=AROUND, avoid="attention"),
     Single(name="network.greedy", measure=greedy, remedy=AROUND, avoid="attention"),
-    Single(name="network.update", measure=update, remedy=CPU, avoid="device", tolerance=1e-3),
+    Single(name="network.update", measure=update, tolerance=1e-3),
 )

@@ -10,10 +10,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from pippin.check import Case
-from pippin.engines.torch.probes.bench import Bench, Family, Single, exact, gap, unequal
+from pippin.check.families import FLOAT32, Family, Single
+from pippin.engines.torch.probes.bench import Bench, exact, gap, unequal
 
-CPU = 'evaluate on the CPU: model.device = "cpu"'
-FLOAT32 = 'compute in float32: model.dtype = "float32"'
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
 
 
@@ -170,18 +169,19 @@ FAMILIES = (
     Single(name="rounding.bfloat16", measure=bfloat16_rounding, remedy=FLOAT32, avoid="dtype"),
     Single(name="rounding.float16", measure=float16_rounding, remedy=FLOAT32, avoid="dtype"),
     Family(name="function.elementwise", measure=functions, remedy=FLOAT32, avoid="dtype"),
-    Single(name="function.rotation", measure=rotations, remedy=CPU, avoid="device", tolerance=1e-6),
+    Single(name="function.rotation", measure=rotations, tolerance=1e-6),
     Family(name="function.softmax", measure=softmax, remedy=FLOAT32, avoid="dtype"),
     Family(name="function.norm", measure=norms, remedy=FLOAT32, avoid="dtype"),
-    Single(name="sum.many", measure=sums, remedy=CPU, avoid="device", tolerance=1e-5),
-    Single(name="sum.repeated", measure=repeated_sums, remedy=CPU, avoid="device", tolerance=1e-4),
-    Single(name="order.vocabulary", measure=order, remedy=CPU, avoid="device"),
-    Single(name="copy.transfers", measure=transfers, remedy=CPU, avoid="device"),
-    Family(name="copy.joins", measure=joins, remedy=CPU, avoid="device", tolerance=0.0),
+    Single(name="sum.many", measure=sums, tolerance=1e-5),
+    Single(name="sum.repeated", measure=repeated_sums, tolerance=1e-4),
+    Single(name="order.vocabulary", measure=order),
+    Single(name="copy.transfers", measure=transfers),
+    Family(name="copy.joins", measure=joins, tolerance=0.0),
     Single(
         name="autocast.bfloat16",
         measure=autocast,
         remedy="set model.dtype; pippin does not use autocast",
         tolerance=1.6e-2,
+        avoid="",
     ),
 )

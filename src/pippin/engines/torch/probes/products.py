@@ -9,12 +9,12 @@ import torch
 from torch.nn.functional import linear
 
 from pippin.check import Case
-from pippin.engines.torch.probes.bench import Bench, Family, exact, gap
+from pippin.check.families import FLOAT32, Family
+from pippin.engines.torch.probes.bench import Bench, exact, gap
 
 EDGES = (32766, 32767, 32768, 32769, 65537)
 VOCABS = (32000, 128257, 151936)
 UPDATE = "update PyTorch (2.14 on an M1 or M2), or keep batch x tokens below 32768"
-FLOAT32 = 'compute in float32: model.dtype = "float32"'
 
 
 def plain(bench: Bench, dtype: torch.dtype) -> Iterator[Case]:
@@ -82,10 +82,10 @@ def layouts(bench: Bench, dtype: torch.dtype) -> Iterator[Case]:
 
 FAMILIES = (
     Family(name="product.plain", measure=plain, remedy=FLOAT32, avoid="dtype"),
-    Family(name="product.long inner", measure=long_inner, remedy=UPDATE, avoid="device"),
-    Family(name="product.batched inner", measure=batched_inner, remedy=UPDATE, avoid="device"),
+    Family(name="product.long inner", measure=long_inner, remedy=UPDATE),
+    Family(name="product.batched inner", measure=batched_inner, remedy=UPDATE),
     Family(name="product.vocabulary", measure=vocabulary, remedy=FLOAT32, avoid="dtype"),
     Family(name="product.repeated", measure=repeated_linear, remedy=FLOAT32, avoid="dtype"),
-    Family(name="product.many rows", measure=many_rows, remedy=UPDATE, avoid="device"),
-    Family(name="product.layouts", measure=layouts, remedy=UPDATE, avoid="device"),
+    Family(name="product.many rows", measure=many_rows, remedy=UPDATE),
+    Family(name="product.layouts", measure=layouts, remedy=UPDATE),
 )

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from pippin.check import Case, NotThere
-from pippin.engines.torch.probes.bench import Bench, Family, Single, exact, gap, unequal
+from pippin.check.families import Family, Single
+from pippin.engines.torch.probes.bench import Bench, exact, gap, unequal
 
 DENSE = "use dequantized weights: they are read as model.dtype while loading"
 
@@ -91,10 +92,10 @@ def _codes(rows: int, columns: int, low: int, high: int) -> Tensor:
 
 
 FAMILIES = (
-    Family(name="quantized.int8 weights", measure=int8_weights, remedy=DENSE),
-    Family(name="quantized.int4 weights", measure=int4_weights, remedy=DENSE),
-    Family(name="quantized.dequantized", measure=dequantized, remedy=DENSE),
-    Single(name="quantized.integers", measure=integers, remedy=DENSE),
-    Single(name="quantized.unpacking", measure=unpacking, remedy="unpack on the CPU"),
-    Single(name="quantized.float8", measure=float8, remedy='train.frozen_dtype = "auto"'),
+    Family(name="quantized.int8 weights", measure=int8_weights, remedy=DENSE, avoid=""),
+    Family(name="quantized.int4 weights", measure=int4_weights, remedy=DENSE, avoid=""),
+    Family(name="quantized.dequantized", measure=dequantized, remedy=DENSE, avoid=""),
+    Single(name="quantized.integers", measure=integers, remedy=DENSE, avoid=""),
+    Single(name="quantized.unpacking", measure=unpacking, remedy="unpack on the CPU", avoid=""),
+    Single(name="quantized.float8", measure=float8, remedy='train.frozen_dtype = "auto"', avoid=""),
 )
