@@ -1,62 +1,50 @@
-"""AdamW on float32 masters: one compiled update, refused where a tensor does not move."""
+"""AdamW on float32 masters: one compiled update."""
 
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from collections.abc import Callable, Collection, Sequence
+from typing import TypeAlias
 
 import mlx.core as mx
 import numpy as np
-from numpy.typing import NDArray
 
-from pippin.engines.arrays import find_saved, refuse_stuck
+from pippin.engines import Weights
 from pippin.recipe import Train
 
 Arrays: TypeAlias = dict[str, mx.array]
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Optimizer:
     """Owns the masters of the trainable tensors and their two moments, all float32."""
 
     def __init__(self, first: Arrays, train: Train) -> None:
-        self.masters = first
-        self.moments = [{name: mx.zeros_like(a) for name, a in first.items()} for _ in MOMENTS]
-        self.updates = 0
-        self._unmoved = set(first)
+        self.masters = self._before = first
+        self.moments = [{name: mx.zeros_like(a) for name, a in first.items()} for _ in range(2)]
         self._update = mx.compile(_adamw(train))
         mx.eval(self.moments)
 
-    def update(self, grads: Arrays, learning_rate: float, factor: float) -> None:
-        """One update with the gradients times `factor`.
-
-        Raises ModelError where a tensor did not move in the first two updates.
-        """
-        before = self.masters
-        self.updates += 1
-        scalars = mx.array([learning_rate, factor, float(self.updates)])
-        self.masters, *self.moments = self._update(grads, before, *self.moments, scalars)
+    def update(self, grads: Arrays, learning_rate: float, factor: float, number: int) -> None:
+        """Update `number`, counted from 1, with the gradients times `factor`."""
+        self._before = self.masters
+        scalars = mx.array([learning_rate, factor, float(number)])
+        self.masters, *self.moments = self._update(grads, self.masters, *self.moments, scalars)
         mx.eval(self.masters, self.moments)
-        if self._unmoved and learning_rate > 0:
-            self._check(before)
 
-    def state(self) -> dict[str, NDArray[Any]]:
-        """Masters and moments on the host, and the count of updates."""
-        out = {f"weights.{name}": np.array(array) for name, array in self.masters.items()}
-        for moment, arrays in zip(MOMENTS, self.moments, strict=True):
-            out |= {f"{moment}.{name}": np.array(array) for name, array in arrays.items()}
-        out["updates"] = np.array([self.updates], np.int64)
-        return out
+    def moved(self, names: Collection[str]) -> set[str]:
+        """Those of the masters that the last update changed."""
+        pairs = {name: (self._before[name], self.masters[name]) for name in names}
+        return {name for name, pair in pairs.items() if not bool(mx.array_equal(*pair))}
 
-    def restore(self, state: dict[str, NDArray[Any]]) -> None:
-        """Take up what `state` returned."""
-        self.updates = int(state["updates"][0])
-        self.masters = _taken(state, "weights", self.masters)
-        self.moments = [_taken(state, moment, self.masters) for moment in MOMENTS]
-        self._unmoved = self._unmoved if self.updates < 2 else set()
+    def parts(self) -> list[Weights]:
+        """Masters and moments, copied to the host."""
+        return [
+            {name: np.array(array) for name, array in arrays.items()}
+            for arrays in (self.masters, *self.moments)
+        ]
 
-    def _check(self, before: Arrays) -> None:
-        still = {n for n in self._unmoved if bool(mx.array_equal(before[n], self.masters[n]))}
-        self._unmoved = still
-        refuse_stuck(still, self.updates, first=self.updates == 1)
+    def restore(self, parts: Sequence[Weights]) -> None:
+        """Take up what `parts` returned."""
+        self.masters, *self.moments = (
+            {name: mx.array(array) for name, array in arrays.items()} for arrays in parts
+        )
 
 
 def _adamw(train: Train) -> Callable[..., tuple[Arrays, ...]]:
@@ -80,10 +68,3 @@ def _adamw(train: Train) -> Callable[..., tuple[Arrays, ...]]:
         return out
 
     return update
-
-
-def _taken(state: dict[str, NDArray[Any]], kind: str, like: Arrays) -> Arrays:
-    return {
-        name: mx.array(find_saved(state, f"{kind}.{name}", array.shape))
-        for name, array in like.items()
-    }

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from pippin.data.batches import Batch
 from pippin.engines import StepResult, Weights
+from pippin.engines.books import Books, scored_tokens, seed_of
 from pippin.engines.mlx.attention import packed_attention
 from pippin.engines.mlx.body import Head, Loaded, scalar
 from pippin.engines.mlx.lora import LoraLinear
@@ -41,7 +41,6 @@ class MlxTrainer:
         plain = not self.head_trained or (loaded.head and loaded.head.weight is not None)
         self.head = loaded.head if plain and not _adapted(loaded.head, places.values()) else None
         self.notices = self._notices()
-        self.steps = 0
         self._refuse()
         if train.gradient_checkpointing:
             recompute_layers(self.network)
@@ -49,6 +48,7 @@ class MlxTrainer:
         self.dtypes = {name: place.get().dtype for name, place in places.items()}
         first = {name: place.get().astype(mx.float32) for name, place in places.items()}
         self.optimizer = Optimizer(first, train)
+        self.books = Books({name: array.shape for name, array in first.items()})
         self.grad = mx.value_and_grad(self._loss)
 
     def step(
@@ -61,8 +61,7 @@ class MlxTrainer:
 
         Nothing is gained by `upcoming` here.
         """
-        tokens = sum(batch.scored_tokens for batch in batches)
-        assert tokens > 0, "a step needs a scored token"
+        tokens = scored_tokens(batches)
         loss_sum, grads = 0.0, None
         for key, batch in zip(self._keys(len(batches)), batches, strict=True):
             self._draw_from(key)
@@ -72,11 +71,13 @@ class MlxTrainer:
             mx.eval(loss, grads)
             loss_sum += scalar(loss)
         assert grads is not None
-        self.steps += 1
         norm = math.sqrt(scalar(_squares(grads))) / tokens
-        if math.isfinite(loss_sum) and math.isfinite(norm):
-            self.optimizer.update(grads, learning_rate, self._clip(norm) / tokens)
-        return StepResult(loss_sum=loss_sum, tokens=tokens, grad_norm=norm)
+        result = StepResult(loss_sum=loss_sum, tokens=tokens, grad_norm=norm)
+        if self.books.enter(result):
+            factor = self._clip(norm) / tokens
+            self.optimizer.update(grads, learning_rate, factor, self.books.updates)
+            self.books.watch(learning_rate, self.optimizer.moved)
+        return result
 
     def loss(self, batch: Batch) -> tuple[float, int]:
         """Summed loss in nats and count of scored tokens; no gradient, dropout off."""
@@ -90,16 +91,15 @@ class MlxTrainer:
 
     def weights(self) -> Weights:
         """The trainable tensors in float32 on the host, by checkpoint name."""
-        return {name: np.array(array) for name, array in self.optimizer.masters.items()}
+        return self.optimizer.parts()[0]
 
     def state(self) -> Weights:
         """Masters, moments and counters. Random choices follow from seed and step number."""
-        return {**self.optimizer.state(), "steps": np.array([self.steps], np.int64)}
+        return self.books.state(self.optimizer.parts())
 
     def restore(self, state: Weights) -> None:
         """Take up a state that `state` returned."""
-        self.optimizer.restore(state)
-        self.steps = int(state["steps"][0])
+        self.optimizer.restore(self.books.restore(state))
 
     def _loss(self, masters: Arrays, rows: Rows) -> mx.array:
         self._put(masters)
@@ -129,8 +129,8 @@ class MlxTrainer:
         """Sources of dropout, a function of seed and step: a state needs none of them."""
         if not self.drops:
             return [None] * count
-        value = np.random.SeedSequence((self.seed, self.steps)).generate_state(1, np.uint64)[0]
-        return list(mx.random.split(mx.random.key(int(value)), count))
+        key = mx.random.key(seed_of(self.seed, self.books.steps))
+        return list(mx.random.split(key, count))
 
     def _draw_from(self, key: mx.array | None) -> None:
         keys = [None] * len(self.drops) if key is None else mx.random.split(key, len(self.drops))

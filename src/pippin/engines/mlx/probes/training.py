@@ -54,8 +54,8 @@ def update(shapes: Shapes) -> Iterator[Case]:
     before = {name: exact(array) for name, array in first.items()}
     optimizer = Optimizer(dict(first), train)
     steps = [{n: draw(*a.shape, seed=seed) for n, a in first.items()} for seed in (5, 6)]
-    for grads in steps:
-        optimizer.update(grads, RATE, 1.0)
+    for number, grads in enumerate(steps, 1):
+        optimizer.update(grads, RATE, 1.0, number)
     for name, array in optimizer.masters.items():
         wanted = _adamw(before[name], [exact(grads[name]) for grads in steps], train)
         yield name, gap(exact(array) - before[name], wanted - before[name])
