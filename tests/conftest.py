@@ -1,6 +1,9 @@
 """Fixtures that several folders share: tiny random checkpoints of many architectures."""
 
-from collections.abc import Callable
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,3 +88,42 @@ def _write(kind: str, folder: Path) -> Path:
                 torch.nn.init.uniform_(parameter, 0.5, 1.5)
     network.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """An empty file system of `SMALL_DISK`, a size of the test's module such as "512k"."""
+    place = tmp_path / "small"
+    place.mkdir()
+    size = f"size={request.module.SMALL_DISK}"
+    mount = ["mount", "-t", "tmpfs", "-o", size, "pippin-test", str(place)]
+    try:
+        made = subprocess.run(mount, capture_output=True, check=False).returncode == 0
+    except OSError:
+        made = False
+    if not made:
+        pytest.skip("mounting a small disk is not allowed here")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.fixture
+def pippin(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[Any, str, str]]:
+    """Runs a command line in this process: (exit code, stdout, stderr)."""
+    from pippin import cli
+
+    def call(*arguments: object) -> tuple[Any, str, str]:
+        monkeypatch.setattr(sys, "argv", ["pippin", *map(str, arguments)])
+        handler = signal.getsignal(signal.SIGTERM)
+        code: Any = 0
+        try:
+            cli.main()
+        except SystemExit as leaving:
+            code = leaving.code
+        finally:
+            signal.signal(signal.SIGTERM, handler)
+        return code, *capfd.readouterr()
+
+    return call

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import signal
 import sys
 
 import pytest
@@ -133,22 +132,8 @@ def test_the_worst_case_counts_and_nan_is_the_worst():
     assert (found.detail, found.verdict) == ("b", "wrong")
 
 
-def run(monkeypatch, capsys, *arguments):
-    """(exit code, stdout, stderr) of the command."""
-    monkeypatch.setattr(sys, "argv", ["pippin", "check", "--engine", "torch", *arguments])
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        cli.main()
-        code = 0
-    except SystemExit as leaving:
-        code = leaving.code
-    finally:
-        signal.signal(signal.SIGTERM, handler)
-    return code, *capsys.readouterr()
-
-
-def test_the_command_prints_a_table_and_fails(broken, monkeypatch, capsys):
-    code, out, err = run(monkeypatch, capsys)
+def test_the_command_prints_a_table_and_fails(broken, pippin):
+    code, out, err = pippin("check", "--engine", "torch")
     assert code == 1
     assert "crash" in out
     assert "ended the process: SIGABRT" in out
@@ -157,8 +142,8 @@ def test_the_command_prints_a_table_and_fails(broken, monkeypatch, capsys):
     assert "error: 4 of 9 probes are wrong: crash, leave, hang, nan" in err
 
 
-def test_the_command_as_json(broken, monkeypatch, capsys):
-    code, out, _ = run(monkeypatch, capsys, "--json")
+def test_the_command_as_json(broken, pippin):
+    code, out, _ = pippin("check", "--engine", "torch", "--json")
     lines = [json.loads(line) for line in out.splitlines()]
     found = [line for line in lines if line["event"] == "probe"]
     assert code == 1

@@ -2,34 +2,12 @@
 
 import json
 import re
-import signal
-import sys
 
 import pytest
 
-from pippin import cli
 from pippin.check import Shapes
 from pippin.check.planned import planned_shapes
 from tests.tiny_runs import RECIPE, write_model
-
-
-@pytest.fixture
-def pippin(monkeypatch, capsys):
-    """Runs `pippin check` in this process: (exit code, stdout, stderr)."""
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["pippin", "check", *map(str, arguments)])
-        handler = signal.getsignal(signal.SIGTERM)
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as leaving:
-            code = leaving.code
-        finally:
-            signal.signal(signal.SIGTERM, handler)
-        return code, *capsys.readouterr()
-
-    return call
 
 
 def test_sizes_of_nothing_a_folder_and_a_recipe(tmp_path):
@@ -47,14 +25,14 @@ def test_sizes_of_nothing_a_folder_and_a_recipe(tmp_path):
 
 @pytest.mark.torch
 def test_a_folder_by_the_rules_of_mps(pippin, tiny):
-    code, out, _ = pippin(tiny("llama"), "--as", "mps", "--chip", "m1")
+    code, out, _ = pippin("check", tiny("llama"), "--as", "mps", "--chip", "m1")
     assert code == 0
     assert re.search(r"fine +fine +fine +fine", out)
 
 
 @pytest.mark.torch
 def test_as_json_with_what_any_chip_gets_wrong(pippin, tiny):
-    code, out, _ = pippin(tiny("llama"), "--as", "mps", "--json")
+    code, out, _ = pippin("check", tiny("llama"), "--as", "mps", "--json")
     lines = [json.loads(line) for line in out.splitlines()]
     step, *rest = [line for line in lines if line["event"] == "audit"]
     assert code == 0
@@ -66,7 +44,7 @@ def test_as_json_with_what_any_chip_gets_wrong(pippin, tiny):
 
 @pytest.mark.torch
 def test_strict_names_file_and_line(pippin, tiny):
-    code, _, err = pippin(tiny("llama"), "--as", "mps", "--chip", "m5", "--strict")
+    code, _, err = pippin("check", tiny("llama"), "--as", "mps", "--chip", "m5", "--strict")
     assert code == 1
     assert re.search(r"error: known wrong: aten\.linear\S+ \[bfloat16\] at \S+\.py:\d+", err)
 
@@ -83,7 +61,7 @@ def test_strict_names_file_and_line(pippin, tiny):
     ],
 )
 def test_wrong_usage_is_two_lines(pippin, arguments, message):
-    code, out, err = pippin(*arguments)
+    code, out, err = pippin("check", *arguments)
     assert code in (1, 2)
     assert out == ""
     lines = err.splitlines()
@@ -93,13 +71,13 @@ def test_wrong_usage_is_two_lines(pippin, arguments, message):
 
 @pytest.mark.torch
 def test_a_version_without_rules(pippin, tiny):
-    code, _, err = pippin(tiny("llama"), "--as", "mps", "--torch", "2.4")
+    code, _, err = pippin("check", tiny("llama"), "--as", "mps", "--torch", "2.4")
     assert code == 2
     assert "PyTorch 2.4 are not known" in err
 
 
 def test_a_recipe_whose_model_is_not_here(pippin, tmp_path):
     (tmp_path / "tiny.toml").write_text(RECIPE.replace('"model"', '"someone/something"'))
-    code, _, err = pippin(tmp_path / "tiny.toml")
+    code, _, err = pippin("check", tmp_path / "tiny.toml")
     assert code == 1
     assert "not there yet" in err

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -97,8 +98,11 @@ def fake_stage(stage: str):
     return run
 
 
-def write_speaking_model(folder: Path) -> Path:
-    """A Llama of two layers with random weights, tied, and a tokenizer of single bytes."""
+def write_speaking_model(folder: Path, dtype: str = "float32", **shape: Any) -> Path:
+    """A Llama of two layers with random weights, tied, and a tokenizer of single bytes.
+
+    `shape` replaces fields of its configuration.
+    """
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -111,20 +115,19 @@ def write_speaking_model(folder: Path) -> Path:
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>"
     ).save_pretrained(folder)
-    config = LlamaConfig(
-        vocab_size=len(vocab),
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": True,
+    }
+    special = {"bos_token_id": 0, "eos_token_id": 1}
+    config = LlamaConfig(vocab_size=len(vocab), **{**sizes, **special, **shape})
     torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(folder)
+    LlamaForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(folder)
     return folder
 
 

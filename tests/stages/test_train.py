@@ -5,7 +5,6 @@ import json
 import math
 import os
 import signal
-import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -446,20 +445,7 @@ def test_other_rows_are_refused(
         list(train(job))
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """1 MiB of file system."""
-    place = tmp_path / "small"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "pippin-test", str(place)]
-    try:
-        made = subprocess.run(mount, capture_output=True, check=False).returncode == 0
-    except OSError:
-        made = False
-    if not made:
-        pytest.skip("mounting a small disk is not allowed here")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
+SMALL_DISK = "1m"
 
 
 def fill_after(events: Iterator[Event], step: int, ballast: Path) -> None:

@@ -1,10 +1,12 @@
 """What a training leaves, read back by peft and transformers: the loss is the one it reported."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.tiny_runs import write_speaking_model
 
 from pippin.artifact import Origin
 from pippin.errors import ModelError
@@ -29,32 +31,9 @@ def one_thread() -> Any:
 
 
 def make_model(folder: Path, dtype: str, tied: bool) -> None:
-    """A Llama of two layers with random weights, and a tokenizer of single bytes."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: i for i, token in enumerate(["<s>", "</s>", *letters])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>"
-    ).save_pretrained(folder)
-    config = LlamaConfig(
-        vocab_size=len(vocab),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=tied,
-        bos_token_id=0,
-        eos_token_id=1,
+    write_speaking_model(
+        folder, dtype, hidden_size=32, intermediate_size=48, tie_word_embeddings=tied
     )
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(folder)
 
 
 def make_job(folder: Path, **settings: Any) -> Job:
@@ -102,12 +81,15 @@ def summary_of(job: Job) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft's
-def test_an_adapter_gives_the_reported_loss_in_peft(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dora", [False, True])
+def test_an_adapter_gives_the_reported_loss_in_peft(tmp_path: Path, dora: bool) -> None:
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
 
     make_model(tmp_path / "model", "float32", tied=True)
     job = make_job(tmp_path, valid_every=3)
+    lora = replace(job.recipe.lora, dora=dora)
+    job = replace(job, recipe=replace(job.recipe, lora=lora))
     base = AutoModelForCausalLM.from_pretrained(job.inputs["model"], dtype=torch.float32).eval()
     untrained = valid_loss(base, job)
     reported = summary_of(job)["valid_loss"]

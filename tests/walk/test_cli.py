@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -40,25 +39,6 @@ def place(made, tmp_path, monkeypatch):
     shutil.copy(made / "tiny.toml", tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-@pytest.fixture
-def pippin(monkeypatch, capfd):
-    """Runs a command line in this process: (exit code, stdout, stderr)."""
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["pippin", *arguments])
-        handler = signal.getsignal(signal.SIGTERM)
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as leaving:
-            code = leaving.code
-        finally:
-            signal.signal(signal.SIGTERM, handler)
-        return code, *capfd.readouterr()
-
-    return call
 
 
 @pytest.fixture

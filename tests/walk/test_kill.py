@@ -31,37 +31,6 @@ STEPS = 24  # the 22 rows make about 5 updates an epoch: several epochs are cros
 pytestmark = [pytest.mark.torch]
 
 
-def make_model(folder: Path) -> None:
-    """A Llama of two layers with random weights, tied, and a tokenizer of single bytes."""
-    import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: i for i, token in enumerate(["<s>", "</s>", *letters])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>"
-    )
-    fast.save_pretrained(folder)
-    config = LlamaConfig(
-        vocab_size=len(vocab),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(folder)
-
-
 def make_rows(folder: Path) -> None:
     """Questions of different lengths, in two files."""
     for split, count in {"train": 22, "valid": 6}.items():
@@ -73,8 +42,10 @@ def make_rows(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the model and the rows."""
+    from tests.tiny_runs import write_speaking_model  # the killed child runs this file as a script
+
     folder = tmp_path_factory.mktemp("ground")
-    make_model(folder / "model")
+    write_speaking_model(folder / "model", hidden_size=32)
     make_rows(folder)
     return folder
 
