@@ -15,12 +15,15 @@ Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 
 
 class Books:
-    """Counts steps and the updates among them, of trainable tensors with `shapes`, by name."""
+    """Counts steps and the updates among them, of trainable tensors with `shapes`, by name.
+
+    `unmoved` are those that no update has changed yet.
+    """
 
     def __init__(self, shapes: Shapes) -> None:
         self.shapes = shapes
         self.steps, self.updates = 0, 0
-        self._unmoved = set(shapes)
+        self.unmoved = set(shapes)
 
     def enter(self, result: StepResult) -> bool:
         """Count a step. Whether it makes an update: its loss and gradient norm are finite."""
@@ -35,9 +38,9 @@ class Books:
         Raises ModelError where one has not in the first two updates. Nothing is asked once all
         have, nor where the learning rate is 0.
         """
-        if self._unmoved and learning_rate > 0:
-            self._unmoved -= moved(self._unmoved)
-            refuse_stuck(self._unmoved, self.updates, first=self.updates == 1)
+        if self.unmoved and learning_rate > 0:
+            self.unmoved -= moved(self.unmoved)
+            refuse_stuck(self.unmoved, self.updates, first=self.updates == 1)
 
     def state(self, parts: Sequence[Weights]) -> Weights:
         """What `restore` takes: `parts` are arrays by name in the order of PARTS."""
@@ -59,7 +62,7 @@ class Books:
             for part in PARTS
         ]
         self.steps, self.updates = int(state["steps"][0]), int(state["updates"][0])
-        self._unmoved = self._unmoved if self.updates < 2 else set()
+        self.unmoved = self.unmoved if self.updates < 2 else set()
         return parts
 
 

@@ -1,10 +1,14 @@
 """The training step on MLX: packing, accumulation, resuming bit for bit, refusals."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from pippin.engines.mlx import slots
+from pippin.engines.mlx.rows import slotted_rows
 from pippin.errors import ModelError
 from pippin.model.weights import Checkpoint
 from pippin.recipe import Lora, Train
@@ -47,6 +51,24 @@ def test_packed_rows_are_rows_of_their_own(start, samples, pack, kind, lora):
     for name, grad in many.items():
         scale = max(np.abs(grad).max(), 1e-3)
         np.testing.assert_allclose(one[name], grad, atol=3e-5 * scale, err_msg=name)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_slots_of_a_gpu_are_rows_of_their_own(start, pack, kind, monkeypatch):
+    """Samples around the size of a tile, in few calls, against a call a sample."""
+    monkeypatch.setattr(slots, "TILE", 8)
+    rng = np.random.default_rng(3)
+    lengths = (3, 8, 9, 17, 30, 7, 5, 2)
+    batch = pack([[rng.integers(3, 97, n).astype(np.int32) for n in lengths]])
+    plain, together = start(kind=kind, live=True), start(kind=kind, live=True)
+    together.ability = replace(together.ability, layout=slotted_rows)
+    assert together.loss(batch)[0] == pytest.approx(plain.loss(batch)[0], rel=1e-5)
+    wanted = gradients(plain, [batch])
+    for name, grad in gradients(together, [batch]).items():
+        scale = max(np.abs(wanted[name]).max(), 1e-3)
+        np.testing.assert_allclose(grad, wanted[name], atol=3e-5 * scale, err_msg=name)
+    groups = slotted_rows(batch).packing.slots.groups
+    assert groups == ((6, 8), (1, 16), (1, 24), (1, 32))
 
 
 def test_which_layout_a_model_gets(start):

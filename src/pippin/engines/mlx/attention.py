@@ -16,6 +16,9 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
+from pippin.engines.mlx import slots as in_slots
+from pippin.engines.mlx.slots import Slots
+
 ATTEND = "scaled_dot_product_attention"
 
 
@@ -24,16 +27,20 @@ class Packing:
     """Stands where a layer expects its cache. `edges` are where samples begin, and the end.
 
     `offset` are the positions of all tokens (T,), which restart with every sample. With `dense` the
-    mask is an array (T, T), for models that compute attention themselves.
+    mask is an array (T, T), for models that compute attention themselves. With `slots` samples of
+    like length are computed together.
     """
 
     edges: tuple[int, ...]
     offset: mx.array
     dense: bool = False
+    slots: Slots | None = None
 
     def make_mask(self, *_: Any, window_size: int | None = None, **__: Any) -> Any:
         """What mlx-lm asks of a cache before it runs the layers."""
-        return self._block_mask(window_size) if self.dense else Window(self.edges, window_size)
+        if self.dense:
+            return self._block_mask(window_size)
+        return Window(self.edges, window_size, self.slots)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Nothing is kept."""
@@ -50,6 +57,7 @@ class Window:
 
     edges: tuple[int, ...]
     size: int | None
+    slots: Slots | None
 
 
 @contextlib.contextmanager
@@ -86,11 +94,17 @@ def _attend(
     mask = kw.get("mask")
     if not isinstance(mask, Window):
         return own(query, key, value, *args, **kw)
+
+    def rule(length: int) -> dict[str, Any]:
+        seen = _mask(length, mask.size)
+        return {"scale": kw["scale"], "sinks": kw.get("sinks"), "mask": seen}
+
+    if mask.slots is not None:
+        return in_slots.attend(query, key, value, mask.slots, rule)
     inner = list(mask.edges[1:-1])
     parts = [mx.split(x, inner, axis=2) if inner else [x] for x in (query, key, value)]
-    rule: dict[str, Any] = {"scale": kw["scale"], "sinks": kw.get("sinks")}
     outs = [
-        mx.fast.scaled_dot_product_attention(q, k, v, mask=_mask(q.shape[2], mask.size), **rule)
+        mx.fast.scaled_dot_product_attention(q, k, v, **rule(q.shape[2]))
         for q, k, v in zip(*parts, strict=True)
     ]
     return mx.concatenate(outs, axis=2) if len(outs) > 1 else outs[0]

@@ -1,37 +1,48 @@
-"""AdamW on float32 masters: one compiled update."""
+"""AdamW on float32 masters: one compiled update, clipped, none where something is not finite."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import mlx.core as mx
 import numpy as np
 
-from pippin.engines import Weights
+from pippin.engines import StepResult, Weights
+from pippin.engines.mlx.body import scalar
 from pippin.recipe import Train
 
 Arrays: TypeAlias = dict[str, mx.array]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sums:
+    """What the micro-batches of an update gave: loss and gradients summed over `tokens`."""
+
+    loss: mx.array
+    grads: Arrays
+    tokens: int
 
 
 class Optimizer:
     """Owns the masters of the trainable tensors and their two moments, all float32."""
 
     def __init__(self, first: Arrays, train: Train) -> None:
-        self.masters = self._before = first
+        self.masters = first
         self.moments = [{name: mx.zeros_like(a) for name, a in first.items()} for _ in range(2)]
         self._update = mx.compile(_adamw(train))
-        mx.eval(self.moments)
-
-    def update(self, grads: Arrays, learning_rate: float, factor: float, number: int) -> None:
-        """Update `number`, counted from 1, with the gradients times `factor`."""
-        self._before = self.masters
-        scalars = mx.array([learning_rate, factor, float(number)])
-        self.masters, *self.moments = self._update(grads, self.masters, *self.moments, scalars)
         mx.eval(self.masters, self.moments)
 
-    def moved(self, names: Collection[str]) -> set[str]:
-        """Those of the masters that the last update changed."""
-        pairs = {name: (self._before[name], self.masters[name]) for name in names}
-        return {name for name, pair in pairs.items() if not bool(mx.array_equal(*pair))}
+    def update(self, sums: Sums, learning_rate: float, number: int) -> StepResult:
+        """Update `number`, counted from 1; none where loss or gradient norm is not finite.
+
+        Nothing is computed before this, if it was not asked for: the device is given all at once.
+        """
+        scalars = mx.array([learning_rate, float(number), float(sums.tokens)])
+        norm = mx.sqrt(_squares(sums.grads)) / sums.tokens
+        state = self.masters, *self.moments
+        self.masters, *self.moments = self._update(sums.grads, *state, scalars, sums.loss, norm)
+        mx.eval(self.masters, self.moments, sums.loss, norm)
+        return StepResult(loss_sum=scalar(sums.loss), tokens=sums.tokens, grad_norm=scalar(norm))
 
     def parts(self) -> list[Weights]:
         """Masters and moments, copied to the host."""
@@ -51,9 +62,11 @@ def _adamw(train: Train) -> Callable[..., tuple[Arrays, ...]]:
     """AdamW with bias correction, as PyTorch computes it (https://arxiv.org/abs/1711.05101)."""
 
     def update(
-        grads: Arrays, masters: Arrays, means: Arrays, squares: Arrays, scalars: mx.array
+        grads: Arrays, masters: Arrays, means: Arrays, squares: Arrays, *figures: mx.array
     ) -> tuple[Arrays, ...]:
-        rate, factor, count = scalars[0], scalars[1], scalars[2]
+        (rate, count, tokens), loss, norm = figures
+        good = mx.isfinite(loss) & mx.isfinite(norm)
+        factor = _clip(norm, train.max_grad_norm) / tokens
         step = rate / (1 - train.beta1**count)
         root = mx.sqrt(1 - train.beta2**count)
         out: tuple[Arrays, ...] = ({}, {}, {})
@@ -63,8 +76,18 @@ def _adamw(train: Train) -> Callable[..., tuple[Arrays, ...]]:
             square = squares[name] * train.beta2 + grad * grad * (1 - train.beta2)
             kept = master * (1 - rate * train.weight_decay)
             moved = kept - step * mean / (mx.sqrt(square) / root + train.eps)
-            for made, array in zip(out, (moved, mean, square), strict=True):
-                made[name] = array
+            new, old = (moved, mean, square), (master, means[name], squares[name])
+            for made, *pair in zip(out, new, old, strict=True):
+                made[name] = mx.where(good, *pair)
         return out
 
     return update
+
+
+def _clip(norm: mx.array, limit: float) -> mx.array:
+    return mx.minimum(limit / (norm + 1e-6), 1.0) if limit else mx.array(1.0)
+
+
+def _squares(grads: Arrays) -> mx.array:
+    """The squared norm of all gradients together."""
+    return mx.stack([(g * g).sum() for g in grads.values()]).sum()

@@ -14,7 +14,7 @@ from mlx import nn
 from pippin.data.batches import Batch
 from pippin.engines.mlx.attention import packed_attention
 from pippin.engines.mlx.body import body, close, hidden_states, probe_tokens
-from pippin.engines.mlx.rows import Rows, masked_rows, packed_rows, padded_rows
+from pippin.engines.mlx.rows import Rows, masked_rows, packed_rows, padded_rows, slotted_rows
 
 Layout: TypeAlias = Callable[[Batch], Rows]
 FIRST, SECOND = 5, 7
@@ -36,8 +36,9 @@ class Ability:
 def find_ability(network: nn.Module) -> Ability:
     """The fastest layout that gives the network's own numbers and keeps samples apart."""
     wanted_TD = hidden_states(network, probe_tokens(network, SECOND, seed=1))[0]
-    if _exact(network, packed_rows, wanted_TD):
-        return Ability(layout=packed_rows, packs=True)
+    layout = packed_rows if mx.default_device() == mx.cpu else slotted_rows
+    if _exact(network, layout, wanted_TD):
+        return Ability(layout=layout, packs=True)
     name = f"mlx-lm's {type(network).__module__.rpartition('.')[2]}"
     if _exact(network, masked_rows, wanted_TD):
         text = f"{name} computes attention itself; a block mask is used, which is slower"
@@ -66,7 +67,9 @@ def _exact(network: nn.Module, layout: Layout, wanted_TD: mx.array) -> bool:
 
 def _second_sample(network: nn.Module, layout: Layout, seed: int) -> mx.array:
     """Hidden states of the second of two samples in a row; `seed` draws the first."""
-    hidden_TD: Any = run_rows(network, layout(_two_samples(network, seed)))[0, FIRST:]
+    hidden_TD: Any = run_rows(network, layout(_two_samples(network, seed)))[
+        0, FIRST : FIRST + SECOND
+    ]
     mx.eval(hidden_TD)
     return hidden_TD
 

@@ -3,7 +3,7 @@
 Shape letters: B rows, T tokens, N tokens of all rows, S scored positions.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -11,6 +11,7 @@ import numpy as np
 from mlx import nn
 
 from pippin.data.batches import Batch
+from pippin.engines.mlx import slots
 from pippin.engines.mlx.attention import Packing
 
 
@@ -47,6 +48,19 @@ def packed_rows(batch: Batch, *, dense: bool = False) -> Rows:
         real_N=mx.arange(len(tokens_N)),
         packing=Packing(edges=edges, offset=mx.array(positions_N), dense=dense),
     )
+
+
+def slotted_rows(batch: Batch) -> Rows:
+    """The same for a GPU: filled up with a sample of nobody's, attention in few large calls."""
+    rows = packed_rows(batch)
+    assert rows.packing is not None
+    count = len(rows.real_N)
+    missing = slots.TILE - count % slots.TILE
+    edges = (*rows.packing.edges, count + missing)
+    offset = mx.concatenate([rows.packing.offset, mx.arange(missing, dtype=mx.int32)])
+    packing = Packing(edges=edges, offset=offset, slots=slots.find_slots(edges))
+    tokens_BT = mx.pad(rows.tokens_BT, [(0, 0), (0, missing)])
+    return replace(rows, tokens_BT=tokens_BT, packing=packing)
 
 
 def masked_rows(batch: Batch) -> Rows:

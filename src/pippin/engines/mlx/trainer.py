@@ -3,11 +3,12 @@
 Shape letters: B rows, T tokens, N tokens of all rows, S scored positions, D hidden.
 """
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_map
 
 from pippin.data.batches import Batch
 from pippin.engines import StepResult, Weights
@@ -17,7 +18,7 @@ from pippin.engines.mlx.body import Head, Loaded, scalar
 from pippin.engines.mlx.lora import LoraLinear
 from pippin.engines.mlx.loss import head_loss, logits_loss, plain_loss
 from pippin.engines.mlx.names import Place
-from pippin.engines.mlx.optimizer import Arrays, Optimizer
+from pippin.engines.mlx.optimizer import Arrays, Optimizer, Sums
 from pippin.engines.mlx.probe import find_ability, run_rows
 from pippin.engines.mlx.recompute import recompute_layers
 from pippin.engines.mlx.rows import Rows
@@ -61,23 +62,25 @@ class MlxTrainer:
 
         Nothing is gained by `upcoming` here.
         """
-        tokens = scored_tokens(batches)
-        loss_sum, grads = 0.0, None
+        before = {name: self.optimizer.masters[name] for name in self.books.unmoved}
+        sums = self._sums(batches)
+        result = self.optimizer.update(sums, learning_rate, self.books.updates + 1)
+        if self.books.enter(result):
+            self.books.watch(learning_rate, partial(_moved, before, self.optimizer.masters))
+        return result
+
+    def _sums(self, batches: Sequence[Batch]) -> Sums:
+        """One micro-batch after the other is computed; the last is left to the update."""
+        sums = None
         for key, batch in zip(self._keys(len(batches)), batches, strict=True):
+            mx.eval(sums)
             self._draw_from(key)
             with packed_attention(self.network):  # what is recomputed runs after the forward
-                loss, part = self.grad(self.optimizer.masters, self._rows(batch))
-            grads = part if grads is None else {n: g + part[n] for n, g in grads.items()}
-            mx.eval(loss, grads)
-            loss_sum += scalar(loss)
-        assert grads is not None
-        norm = math.sqrt(scalar(_squares(grads))) / tokens
-        result = StepResult(loss_sum=loss_sum, tokens=tokens, grad_norm=norm)
-        if self.books.enter(result):
-            factor = self._clip(norm) / tokens
-            self.optimizer.update(grads, learning_rate, factor, self.books.updates)
-            self.books.watch(learning_rate, self.optimizer.moved)
-        return result
+                found = self.grad(self.optimizer.masters, self._rows(batch))
+            sums = found if sums is None else tree_map(mx.add, sums, found)
+        assert sums is not None, "a step needs a micro-batch"
+        loss, grads = sums
+        return Sums(loss=loss, grads=grads, tokens=scored_tokens(batches))
 
     def loss(self, batch: Batch) -> tuple[float, int]:
         """Summed loss in nats and count of scored tokens; no gradient, dropout off."""
@@ -137,10 +140,6 @@ class MlxTrainer:
         for layer, own in zip(self.drops, keys, strict=True):
             layer.draw_from(own)
 
-    def _clip(self, norm: float) -> float:
-        limit = self.train.max_grad_norm
-        return min(1.0, limit / (norm + 1e-6)) if limit else 1.0
-
     def _refuse(self) -> None:
         if self.train.packing and not self.ability.packs:
             raise ModelError(
@@ -170,6 +169,5 @@ def _adapted(head: Head | None, places: Iterable[Place]) -> bool:
     return head is not None and any(place.module.get("base") is head.module for place in places)
 
 
-def _squares(grads: Arrays) -> mx.array:
-    """The squared norm of all gradients together."""
-    return mx.stack([(g * g).sum() for g in grads.values()]).sum()
+def _moved(before: Arrays, after: Arrays, names: Collection[str]) -> set[str]:
+    return {name for name in names if not bool(mx.array_equal(before[name], after[name]))}
