@@ -252,6 +252,18 @@ def test_curves_are_drawn_and_a_cut_off_line_is_none(tmp_path):
     assert "Loss, nats a token" in "".join(page.text)
 
 
+def test_the_place_on_a_budget_s_curve_is_drawn(tmp_path):
+    run = make_run(tmp_path / "run")
+    curve = [[80_000_000, 9.0], [90_000_000, 0.1], [100_000_000, 0.05], [200_000_000, 0.0]]
+    budget = {"size_bytes": 100_000_000, "expected_kl": 0.05, "curve": curve}
+    (run / "quantize" / "quantize.json").write_text(json.dumps({"budget": budget}))
+    page, _ = read_page(run)
+    section = re.search(r"<h2>Bits shared out</h2>.*?</section>", page, re.S)
+    assert section
+    assert "chosen <b>0.05</b>" in section[0]
+    assert section[0].count("<circle") == 3  # neither far away nor for nothing
+
+
 def test_ticks_are_round_and_inside():
     chart = line_chart("t", "x", {"a": [(1, 0.31), (50, 2.4), (97, 0.2)]})
     assert [label for _, label in chart.y_ticks] == ["0", "1", "2", "3"]

@@ -11,7 +11,7 @@ from pippin.events import Event, Notice
 from pippin.lock import locked
 from pippin.plan import Plan
 from pippin.quantizers import QUANTIZERS
-from pippin.recipe import Gates, Quantize, Recipe
+from pippin.recipe import BUDGETS, Gates, Quantize, Recipe
 from pippin.recipe_limits import contradictions
 from pippin.run import Walk
 from pippin.stages.evaluate import read_scores
@@ -61,7 +61,7 @@ def ways(plan: Plan, bits: Sequence[int]) -> Iterator[Way | Notice]:
     for method in QUANTIZERS:
         for number in bits:
             name = f"{method}-{number}"
-            made: Any = {"method": method, "bits": number, "target_bits": None}
+            made: Any = {"method": method, "bits": number, **dict.fromkeys(BUDGETS)}
             settings: Quantize = replace(own, **made)
             recipe = replace(plan.recipe, quantize=settings, gates=Gates())
             wrong = [text for key, text, _ in contradictions(recipe) if key[0] == "quantize"]

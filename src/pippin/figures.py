@@ -1,6 +1,7 @@
 """Numbers as people read them: bytes, durations, losses, shares."""
 
 import math
+import re
 
 
 def bytes_text(count: float) -> str:
@@ -10,6 +11,13 @@ def bytes_text(count: float) -> str:
             return f"{count:.0f} {unit}"
         count /= 1000
     return f"{count:.2f} GB"
+
+
+def bytes_of(text: str) -> int | None:
+    """`1.9GB` as 1,900,000,000, in powers of 1000; None for a text that is no size above zero."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)b\s*", text.lower())
+    count = int(float(found[1]) * 1000 ** " kmgt".index(found[2] or " ")) if found else 0
+    return count or None
 
 
 def duration_text(seconds: float) -> str:

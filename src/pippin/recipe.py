@@ -151,8 +151,16 @@ class Quantize:
     )
     target_bits: float | None = key(
         None,
-        "bits of a linear's weight on average, scales counted: best gives each tensor 2 to 8 by "
-        "what it costs in divergence, and `bits` no longer counts",
+        "bits of a linear's weight on average, as the targets store it with its scales: best gives "
+        "each tensor 2 to 8, or leaves it, by what it costs in divergence; `bits` no longer counts",
+    )
+    max_size: str | None = key(
+        None, 'bits shared out likewise under a size of all weights as stored, e.g. "1.9GB"'
+    )
+    max_kl: float | None = key(
+        None,
+        "bits shared out likewise, the fewest that are expected to leave this divergence from the "
+        "model before, in nats a token; a gate measures it",
     )
 
 
@@ -162,6 +170,20 @@ class Evaluate:
 
     rows: int = key(100, "held-out rows that are scored")
     generate_rows: int = key(100, "held-out rows answered and compared with their reference")
+    @property
+    def budget(self) -> str | None:
+        """The key under which bits are shared out, where one is given."""
+        return next((name for name in BUDGETS if getattr(self, name) is not None), None)
+
+    @property
+    def goal(self) -> str:
+        """What linears are brought to, in words: `4 bits`, `1.9GB`, `a KL of 0.02`."""
+        if self.max_size is not None:
+            return self.max_size
+        if self.max_kl is not None:
+            return f"a KL of {self.max_kl:g}"
+        return f"{self.target_bits or self.bits:g} bits"
+
     max_tokens: int = key(64, "longest answer")
     batch_rows: int = key(16, "rows scored or answered at once")
     topk: int = key(64, "tokens of the parent's distribution kept for the divergence")

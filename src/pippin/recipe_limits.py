@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pippin.recipe import Recipe
+from pippin.figures import bytes_of
+from pippin.recipe import BUDGETS, Quantize, Recipe
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +61,8 @@ LIMITS = {
     "lora.dropout": BETA,
     "lora.rank": COUNT,
     "quantize.calibration_tokens": COUNT,
-    "quantize.target_bits": Range(at_least=2, at_most=9),
+    "quantize.max_kl": POSITIVE,
+    "quantize.target_bits": Range(at_least=2, at_most=16),
     "seed": Range(at_least=0, below=2**32),
     "train.accumulate": COUNT,
     "train.batch_rows": COUNT,
@@ -125,16 +127,32 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str, str]]
             "set train.valid_every",
         )
     asked = recipe.quantize
-    if asked.target_bits is not None and (asked.method, asked.importance) != ("best", "loss"):
-        yield (
-            ("quantize", "target_bits"),
-            "bits are shared out by what they cost in the loss",
-            'set quantize.method = "best" and quantize.importance = "loss"',
-        )
+    yield from _budgets(asked)
     schemes = {"scheme": asked.scheme, "embed_scheme": asked.embed_scheme}
     if asked.method == "hqq" and "symmetric" in schemes.values():
         yield (
             ("quantize", "method"),
             "hqq moves zero points, which symmetric codes have none of",
             'set quantize.scheme and quantize.embed_scheme = "affine", or use mse',
+        )
+
+
+def _budgets(asked: Quantize) -> Iterator[tuple[tuple[str, ...], str, str]]:
+    if asked.budget is None:
+        return
+    key = ("quantize", asked.budget)
+    if (asked.method, asked.importance) != ("best", "loss"):
+        yield (
+            key,
+            "bits are shared out by what they cost in the loss",
+            'set quantize.method = "best" and quantize.importance = "loss"',
+        )
+    given = [name for name in BUDGETS if getattr(asked, name) is not None]
+    if len(given) > 1:
+        yield key, f"bits are shared out under one limit, {' and '.join(given)} are two", "keep one"
+    if asked.max_size is not None and bytes_of(asked.max_size) is None:
+        yield (
+            ("quantize", "max_size"),
+            f"{asked.max_size!r} is no size",
+            'write it like "900MB" or "1.9 GB", in powers of 1000',
         )

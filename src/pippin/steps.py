@@ -7,7 +7,7 @@ from typing import Any
 
 from pippin.model.source import locate, locate_adapter
 from pippin.quantizers import CALIBRATED
-from pippin.recipe import TABLES, Recipe
+from pippin.recipe import BUDGETS, TABLES, Recipe
 
 # Keys that never change what a stage makes: how often work is saved, how memory is spared, when to
 # give up. Changing them must not throw a finished training away. Gates are in no slice at all: they
@@ -167,7 +167,7 @@ def _quantize(recipe: Recipe, run: Path, merged: Path) -> Step:
         slice_ = {"seed": recipe.seed, **settings(recipe, "model", "data", "quantize")}
     else:
         slice_ = settings(recipe, "quantize")
-        for key in ("calibration_tokens", "importance", "target_bits"):
+        for key in ("calibration_tokens", "importance", *BUDGETS):
             del slice_[f"quantize.{key}"]
     return Step(
         name="quantize",
@@ -183,7 +183,7 @@ def _quantize(recipe: Recipe, run: Path, merged: Path) -> Step:
 def _quantize_title(recipe: Recipe) -> str:
     q = recipe.quantize
     group = f"groups of {q.group_size}" if q.group_size else "per channel"
-    return f"quantize to {q.target_bits or q.bits:g} bits, {group}"
+    return f"quantize to {q.goal}, {group}"
 
 
 def _deploy(recipe: Recipe, run: Path, target: str) -> Iterator[Step]:

@@ -40,6 +40,14 @@ def test_nothing_with_as_many_bits_costs_less(seed: int) -> None:
         assert bits > budget - 100 or bits == 3000
 
 
+def test_enough_is_the_fewest_bits_that_cost_so_much() -> None:
+    everything = share_out(_offers(0))
+    assert {offer.grid and offer.grid.bits for offer in everything.offers.values()} == {5}
+    for bits, cost in everything.curve:
+        some = share_out(_offers(0), enough=cost * (1 + 1e-9)).offers.values()
+        assert sum(offer.bits for offer in some) == bits
+
+
 def test_the_curve_goes_from_the_fewest_bits_to_the_most() -> None:
     curve = share_out(_offers(0), 0.0).curve
     assert (curve[0][0], curve[-1][0]) == (1800, 3000)
@@ -50,7 +58,7 @@ def test_the_curve_goes_from_the_fewest_bits_to_the_most() -> None:
 
 def test_a_budget_below_the_fewest_bits_gives_the_fewest() -> None:
     shared = share_out(_offers(1), 1000.0)
-    assert {o.grid.bits for o in shared.offers.values()} == {3}
+    assert {o.grid and o.grid.bits for o in shared.offers.values()} == {3}
 
 
 def test_an_offer_that_two_others_beat_is_left_out() -> None:

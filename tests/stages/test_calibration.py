@@ -24,7 +24,8 @@ from pippin.job import Job
 from pippin.model.config import read_config
 from pippin.model.quantized import BITS
 from pippin.model.tokenizer import load_tokenizer
-from pippin.model.weights import Checkpoint
+from pippin.model.weights import Checkpoint, file_tensors, nbytes
+from pippin.quantizers import Grid
 from pippin.quantizers.choices import choose_all
 from pippin.recipe import Data, Deploy, Model, Quantize, Recipe
 from pippin.stages.calibration import Calibration, draw, passes
@@ -33,6 +34,7 @@ from pippin.stages.layers_done import LayersDone
 from pippin.stages.quantize import quantize
 from pippin.stages.sharing import holdable
 from pippin.steps import make_steps
+from pippin.targets import stored_bits
 
 pytestmark = pytest.mark.torch
 
@@ -128,22 +130,58 @@ def test_bits_are_shared_out_under_a_budget(place: Path, tmp_path: Path) -> None
     assert 0.2 < report["budget"]["expected_kl"] / shared < 5
 
 
-def test_a_budget_offers_what_the_targets_hold(place: Path, tmp_path: Path) -> None:
-    """GGUF has no zero points beyond 5 bits; what other targets say is theirs."""
-    half = shutil.copytree(place / "model", tmp_path / "half")
+def _half(place: Path, folder: Path) -> Path:
+    """The model in float16: scales take two bytes."""
+    half = Path(shutil.copytree(place / "model", folder / "half"))
     tensors = load_file(half / "model.safetensors")
     narrow = {name: tensor.astype(np.float16) for name, tensor in tensors.items()}
     save_file(narrow, half / "model.safetensors", metadata={"format": "pt"})
+    return half
+
+
+def test_a_budget_offers_what_the_targets_hold(place: Path, tmp_path: Path) -> None:
+    """GGUF has no zero points beyond 5 bits; what other targets say is theirs."""
+    half = _half(place, tmp_path)
     recipe = _recipe(place, replace(SETTINGS, target_bits=4.5))
     assert holdable(recipe, half) == BITS
     gguf = replace(recipe, deploy=Deploy(targets=("gguf",), context=64))
     gguf = replace(gguf, quantize=replace(gguf.quantize, embed_bits=5))
     assert holdable(gguf, half) == (2, 3, 4, 5)
+    grids = [Grid(bits=bits, group_size=64, symmetric=False) for bits in (3, 4, 5)]
+    assert [stored_bits(gguf, grid, 64) for grid in grids] == [5, 5, 6]  # a block of 32 is 24 bytes
 
 
 def test_a_budget_below_what_codes_need_is_refused(place: Path, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"target_bits = 2.5: 3 bits is the least"):
-        _run(place, tmp_path / "q", replace(SETTINGS, target_bits=2.5))
+    for asked, least in (
+        ({"target_bits": 2.5}, r"target_bits = 2.5: 3 bits is the least"),
+        ({"max_size": "9kB"}, r"max_size = 9kB: \d+ kB is the least"),
+    ):
+        settings: Any = {**asked}
+        with pytest.raises(ModelError, match=least):
+            _run(place, tmp_path / "q", replace(SETTINGS, **settings))
+
+
+def test_a_size_and_a_divergence_are_budgets_too(place: Path, tmp_path: Path) -> None:
+    half = _half(place, tmp_path)
+    _run(place, tmp_path / "sized", replace(SETTINGS, max_size="50kB"), model=half)
+    report = _report(tmp_path / "sized")
+    weights = file_tensors(tmp_path / "sized" / "model.safetensors").values()
+    stored = sum(nbytes(info) for info in weights)
+    assert report["budget"]["size_bytes"] == pytest.approx(stored, abs=2)
+    assert 48_000 < stored <= 50_000
+    nats = report["budget"]["expected_kl"]
+    _run(place, tmp_path / "near", replace(SETTINGS, max_kl=1.001 * nats), model=half)
+    assert _bytes(tmp_path / "near") == _bytes(tmp_path / "sized")
+    curve = report["budget"]["curve"]
+    assert curve == sorted(curve, key=lambda point: (point[0], -point[1]))
+    assert curve[-1][1] == 0  # every linear as it is
+
+
+def test_a_budget_may_leave_a_tensor_as_it_is(place: Path, tmp_path: Path) -> None:
+    _run(place, tmp_path / "q", replace(SETTINGS, target_bits=15.0))
+    rows = [row for row in _report(tmp_path / "q")["tensors"] if ".layers." in row["name"]]
+    assert {row["scheme"] for row in rows if len(row["shape"]) == 2} == {"affine", "kept"}
+    assert _divergence(place, tmp_path / "q") < 1e-4
 
 
 def test_a_kill_loses_one_layer_at_most(

@@ -6,6 +6,7 @@ Nothing else with as many bits costs less.
 """
 
 import heapq
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,9 +15,12 @@ from pippin.quantizers import Grid
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Offer:
-    """One way to store a tensor: all of its bits, scales counted, and what that costs in nats."""
+    """One way to store a tensor: all of its bits, scales counted, and what that costs in nats.
 
-    grid: Grid
+    Without a grid it stays as it is.
+    """
+
+    grid: Grid | None
     bits: float
     cost: float
 
@@ -35,10 +39,13 @@ def stored_bits(grid: Grid, inputs: int) -> float:
     return grid.bits + (16 if grid.symmetric else 32) / shared
 
 
-def share_out(offers: Mapping[str, Sequence[Offer]], budget: float) -> Shared:
-    """The offers with the least cost within `budget` bits; the fewest bits where even they exceed.
+def share_out(
+    offers: Mapping[str, Sequence[Offer]], most: float = math.inf, enough: float = 0.0
+) -> Shared:
+    """The offers with the least cost within `most` bits, or the fewest bits that cost `enough`.
 
-    The curve goes on beyond the budget, to the most bits on offer.
+    The fewest of all where even they exceed, the most where they cost more. The curve goes on
+    beyond what was chosen, to the most bits on offer.
     """
     hulls = {name: _hull(some) for name, some in offers.items()}
     taken = {name: hull[0] for name, hull in hulls.items()}
@@ -49,9 +56,10 @@ def share_out(offers: Mapping[str, Sequence[Offer]], budget: float) -> Shared:
     while steps:
         _, name, place = heapq.heappop(steps)
         before, after = hulls[name][place - 1 : place + 1]
+        wanting = cost > enough
         bits, cost = bits + after.bits - before.bits, cost + after.cost - before.cost
         curve.append((bits, cost))
-        if bits <= budget:
+        if bits <= most and wanting:
             chosen[name] = after
         if place + 1 < len(hulls[name]):
             heapq.heappush(steps, _step(name, hulls[name], place + 1))

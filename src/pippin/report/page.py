@@ -26,6 +26,9 @@ STAGES = (
     *("quantize", "evaluate-quantized", "deploy-*", "evaluate-deployed-*"),
 )
 HEX = 12
+# What the chart of a budget shows: sizes from so many times the KL that was chosen to its square
+# less, where the curve bends.
+_WINDOW = 6
 
 
 def write_report(run_folder: Path, title: str, recipe: Recipe) -> Path:
@@ -45,7 +48,7 @@ def write_report(run_folder: Path, title: str, recipe: Recipe) -> Path:
         topk=next((s["topk"] for s in scores.values() if "topk" in s), None),
         prompts=answers_table(run_folder),
         samples=list(_samples(scores)),
-        charts=list(_charts(run_folder / "train" / "metrics.jsonl")),
+        charted=_charted(run_folder),
         bundles=[_bundle(path) for path in sorted(run_folder.glob("deploy-*/deploy.json"))],
         settings=_settings(recipe),
         versions=_versions(run_folder),
@@ -81,6 +84,13 @@ def _samples(scores: dict[str, dict[str, Any]]) -> Iterator[dict[str, Any]]:
     yield from questions.values()
 
 
+def _charted(run_folder: Path) -> dict[str, list[Chart]]:
+    """Charts under their headings."""
+    training = list(_charts(run_folder / "train" / "metrics.jsonl"))
+    found = {"Training": training, "Bits shared out": list(_budget(run_folder))}
+    return {heading: charts for heading, charts in found.items() if charts}
+
+
 def _charts(metrics: Path) -> Iterator[Chart]:
     """Loss, learning rate and memory over the updates, as far as training recorded them."""
     rows = list(_json_lines(metrics))
@@ -95,6 +105,19 @@ def _charts(metrics: Path) -> Iterator[Chart]:
         points = {name: _points(rows, key, scale) for name, key in names.items()}
         if chart := line_chart(title, "update", points):
             yield chart
+
+
+def _budget(run_folder: Path) -> Iterator[Chart]:
+    """Where bits were shared out: the curve of size against KL, and the place that was chosen."""
+    made = read_json(run_folder / "quantize" / "quantize.json").get("budget")
+    if made is None:
+        return
+    chosen = (made["size_bytes"] / 1e6, made["expected_kl"])
+    curve = [(size / 1e6, kl) for size, kl in made["curve"]]
+    near = [point for point in curve if 1 / _WINDOW**2 < point[1] / chosen[1] < _WINDOW]
+    title = "Expected KL by size, nats a token"
+    if chart := line_chart(title, "MB of weights", {"other sizes": near, "chosen": [chosen]}):
+        yield chart
 
 
 def _points(rows: list[dict[str, Any]], key: str, scale: float) -> list[tuple[float, float]]:

@@ -27,7 +27,7 @@ from pippin.stages.checkpoints import work_folder
 from pippin.stages.coding import Coder, Row
 from pippin.stages.folding import fold
 from pippin.stages.layers_done import LayersDone
-from pippin.stages.sharing import holdable, share_bits
+from pippin.stages.sharing import share_bits
 
 STAGE = "quantize"
 REPORT = "quantize.json"
@@ -48,12 +48,10 @@ def quantize(job: Job) -> Iterator[Event]:
     for text in (*_notices(choices, checkpoint), *work.notices):
         yield Notice(stage=STAGE, text=text)
     summary: dict[str, Any] = {}
-    if work.calibration and settings.target_bits is not None:
-        widths = holdable(job.recipe, source)
-        yield Notice(stage=STAGE, text=f"bits shared out: {', '.join(map(str, widths))}")
-        asked = settings.target_bits
-        budget = share_bits(work.calibration, choices, work.parts, asked, widths)
+    if work.calibration and settings.budget:
+        budget = share_bits(work.calibration, choices, work.parts, job.recipe)
         choices, summary["budget"] = budget.choices, budget.report
+        yield Notice(stage=STAGE, text=budget.text)
     folding = Folding()
     if work.calibration and settings.method == "awq":
         folding = fold(work.calibration, choices, work.parts, config)
@@ -205,5 +203,4 @@ def _summary(folder: Path, rows: list[Row]) -> dict[str, Any]:
 
 def _title(settings: Quantize) -> str:
     groups = f"groups of {settings.group_size}" if settings.group_size else "per channel"
-    bits = settings.bits if settings.target_bits is None else f"{settings.target_bits:g}"
-    return f"quantize to {bits} bits, {groups}, {settings.scheme}"
+    return f"quantize to {settings.goal}, {groups}, {settings.scheme}"

@@ -5,11 +5,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol, TypeAlias, cast
+from typing import Protocol, TypeAlias, cast, runtime_checkable
 
 from pippin.engines import Scorer
 from pippin.events import Event
 from pippin.model.config import read_config
+from pippin.quantizers import Grid, budget
 from pippin.recipe import Quantize, Recipe
 
 Refusal: TypeAlias = tuple[str, str]  # message and hint
@@ -74,6 +75,15 @@ class Target(Protocol):
 def load_target(name: str) -> Target:
     """The target behind a name of TARGETS."""
     return cast("Target", importlib.import_module(TARGETS[name]).make_target())
+@runtime_checkable
+class Sizer(Protocol):
+    """What targets tell whose files take more than a weight's code and its share of the scales."""
+
+    def stored_bits(self, grid: Grid, inputs: int) -> float:
+        """Bits that a linear's weight of such a grid takes in the file, scales counted."""
+        ...
+
+
 
 
 def check_recipe(recipe: Recipe, checkpoint: Path) -> list[Refusal]:
@@ -88,6 +98,13 @@ def check_recipe(recipe: Recipe, checkpoint: Path) -> list[Refusal]:
 def refuse_context(context: int, checkpoint: Path) -> Refusal | None:
     """Why the model in a folder cannot be deployed with a context of so many tokens."""
     limit = read_config(checkpoint).max_positions
+def stored_bits(recipe: Recipe, grid: Grid, inputs: int) -> float:
+    """Bits of a linear's weight, scales counted, in the recipe's target that takes most for it."""
+    plain = budget.stored_bits(grid, inputs)
+    sizers = [s for s in map(load_target, recipe.deploy.targets) if isinstance(s, Sizer)]
+    return max([plain, *(sizer.stored_bits(grid, inputs) for sizer in sizers)])
+
+
     if context >= SHORTEST and (limit is None or context <= limit):
         return None
     known = "" if limit is None else f"; the model knows positions up to {limit}"

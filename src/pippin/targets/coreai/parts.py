@@ -7,6 +7,7 @@ import coreai_torch._compression.custom_layers  # noqa: F401  defines torch.ops.
 import torch
 from torch import Tensor, nn
 
+from pippin.targets.coreai import held_bits
 from pippin.targets.folder import Affine
 from pippin.targets.matrices import MatrixParts
 
@@ -24,7 +25,7 @@ class Matrix(nn.Module):
         codes_OI = found.signed if symmetric else found.codes_OI
         biases_OG = None if symmetric else torch.from_numpy(found.biases_OG)
         self.bits = found.bits
-        self.logical = getattr(torch, f"{'' if symmetric else 'u'}int{_stored_bits(found.bits)}")
+        self.logical = getattr(torch, f"{'' if symmetric else 'u'}int{held_bits(found.bits)}")
         self.register_buffer("codes", torch.from_numpy(codes_OI))
         self.register_buffer("scales", torch.from_numpy(found.scales_OG))
         self.register_buffer("biases", biases_OG)
@@ -37,7 +38,7 @@ class Matrix(nn.Module):
 
     def rows(self, tokens_BT: Tensor) -> Tensor:
         """Some rows, (B, T, I), without expanding the others where codes are whole bytes."""
-        if _stored_bits(self.bits) != 8 or self.scales.shape[1] != 1:
+        if held_bits(self.bits) != 8 or self.scales.shape[1] != 1:
             return self()[tokens_BT]
         rows_BTI = self.codes[tokens_BT].float() * self.scales[tokens_BT]
         return rows_BTI if self.biases is None else rows_BTI + self.biases[tokens_BT]
@@ -49,8 +50,3 @@ class CoreAiParts(MatrixParts):
     def quantized(self, name: str, found: Affine) -> nn.Module:
         """Codes of any width and grid."""
         return Matrix(found)
-
-
-def _stored_bits(bits: int) -> int:
-    """The width that holds codes of so many bits."""
-    return 4 if bits <= 4 else 8

@@ -19,10 +19,10 @@ def refuse_quantize(quantize: Quantize, tied: bool) -> Iterator[Refusal]:
             f"executorch: XNNPACK holds symmetric codes, the recipe asks for {quantize.scheme}",
             'set quantize.scheme = "symmetric"',
         )
-    if quantize.target_bits is not None:
+    if quantize.budget is not None:
         yield (
-            "executorch: its linears all have the same bits, target_bits shares out 2 to 8",
-            "leave quantize.target_bits out",
+            f"executorch: its linears all have the same bits, {quantize.budget} shares out 2 to 8",
+            f"leave quantize.{quantize.budget} out",
         )
     yield from _refuse_linears(quantize.bits, quantize.group_size)
     if quantize.embed_bits != 16:

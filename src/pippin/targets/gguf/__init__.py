@@ -14,6 +14,7 @@ from pathlib import Path
 
 from pippin.engines import Scorer
 from pippin.events import Event
+from pippin.quantizers import Grid
 from pippin.recipe import Quantize
 from pippin.targets import Bundle, Refusal
 from pippin.targets.gguf.constraint import refuse_model, refuse_quantize, refuse_scales
@@ -30,6 +31,12 @@ class Gguf:
             *refuse_scales(checkpoint),
         ]
         return reasons[0] if reasons else None
+
+    def stored_bits(self, grid: Grid, inputs: int) -> float:
+        """Of the type that holds such codes: 2 and 3 bits lie in blocks of 4-bit codes."""
+        from pippin.targets.gguf.blocks import type_bits
+
+        return type_bits(grid.bits, grid.symmetric)
 
     def write(self, bundle: Bundle) -> Iterator[Event]:
         """Make, describe and check the bundle. Raises what writing.write raises."""

@@ -26,6 +26,12 @@ def block_type(bits: int, symmetric: bool) -> str:
     return (_SYMMETRIC if symmetric else _AFFINE).get(bits, "")
 
 
+def type_bits(bits: int, symmetric: bool) -> float:
+    """Bits of a weight in that type, the float16s of its block counted."""
+    assert block_type(bits, symmetric), (bits, symmetric)
+    return _BITS[block_type(bits, symmetric)] + (16 if symmetric else 32) / BLOCK
+
+
 def pack_blocks(name: str, matrix: Affine) -> NDArray[np.uint8]:
     """The rows' bytes in the type that `block_type` gives, (O, bytes).
 

@@ -5,9 +5,12 @@ from pathlib import Path
 
 from pippin.engines import Scorer
 from pippin.events import Event
+from pippin.quantizers import Grid
 from pippin.recipe import Quantize
 from pippin.targets import Bundle, Refusal
 from pippin.targets.quiet import quiet
+
+PACKED_BITS = (4, 8)
 
 
 class HuggingFace:
@@ -16,6 +19,11 @@ class HuggingFace:
     def refusal(self, quantize: Quantize, checkpoint: Path) -> Refusal | None:
         """None: what compressed-tensors cannot hold is written dense, and a notice says so."""
         return None
+
+    def stored_bits(self, grid: Grid, inputs: int) -> float:
+        """What compressed-tensors does not hold is dense."""
+        packed = grid.symmetric and grid.bits in PACKED_BITS
+        return grid.bits + 16 / grid.group_size if packed else 16
 
     def write(self, bundle: Bundle) -> Iterator[Event]:
         """Make, describe and check the bundle. Raises what writing.write raises."""

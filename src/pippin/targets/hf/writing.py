@@ -30,11 +30,11 @@ from pippin.targets.bundle import (
     require_context,
 )
 from pippin.targets.folder import Folder
+from pippin.targets.hf import PACKED_BITS
 from pippin.targets.hf.guide import guide
 from pippin.targets.hf.loading import open_folder
 
 RUNTIME = "a model of transformers, in float32"
-PACKED_BITS = (4, 8)
 # What was expanded is rounded to the model's own dtype once more.
 MAX_KL, MIN_TOP1 = 0.02, 0.95
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from pippin.engines import Scorer
 from pippin.events import Event
 from pippin.model.config import read_config
+from pippin.quantizers import Grid
 from pippin.recipe import Quantize
 from pippin.targets import Bundle, Refusal
 
@@ -25,6 +26,10 @@ class Mlx:
             f"mlx: model type {kind} was not compared with mlx-lm, only {', '.join(MODEL_TYPES)}",
             "deploy a model of one of these families",
         )
+
+    def stored_bits(self, grid: Grid, inputs: int) -> float:
+        """Every group has a scale and a bias, symmetric ones too."""
+        return grid.bits + 32 / grid.group_size
 
     def write(self, bundle: Bundle) -> Iterator[Event]:
         """Make, describe and check the bundle. Raises what writing.write raises."""
