@@ -163,13 +163,6 @@ class Quantize:
         "model before, in nats a token; a gate measures it",
     )
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Evaluate:
-    """What every stage is measured on."""
-
-    rows: int = key(100, "held-out rows that are scored")
-    generate_rows: int = key(100, "held-out rows answered and compared with their reference")
     @property
     def budget(self) -> str | None:
         """The key under which bits are shared out, where one is given."""
@@ -192,6 +185,13 @@ class Evaluate:
     prompt_tokens: int = key(48, "longest answer to a prompt")
 
 
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluate:
+    """What every stage is measured on."""
+
+    rows: int = key(100, "held-out rows that are scored")
+    generate_rows: int = key(100, "held-out rows answered and compared with their reference")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gate:
     """Limits one stage must keep; a missed one stops the run."""
