@@ -23,6 +23,9 @@ Scheme: TypeAlias = Literal["symmetric", "affine"]
 Importance: TypeAlias = Literal["loss", "inputs"]
 TargetName: TypeAlias = Literal["coreai", "coreml", "executorch", "gguf", "hf", "mlx"]
 
+# What bits are shared out under: at most one of these keys of [quantize].
+BUDGETS = ("target_bits", "max_size", "max_kl")
+
 
 def key(default: Any, doc: str) -> Any:
     """A recipe key: its default and the sentence the reference page prints."""
