@@ -180,6 +180,13 @@ class Quantize:
             return f"a KL of {self.max_kl:g}"
         return f"{self.target_bits or self.bits:g} bits"
 
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluate:
+    """What every stage is measured on."""
+
+    rows: int = key(100, "held-out rows that are scored")
+    generate_rows: int = key(100, "held-out rows answered and compared with their reference")
     max_tokens: int = key(64, "longest answer")
     batch_rows: int = key(16, "rows scored or answered at once")
     topk: int = key(64, "tokens of the parent's distribution kept for the divergence")
@@ -188,13 +195,6 @@ class Quantize:
     prompt_tokens: int = key(48, "longest answer to a prompt")
 
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Evaluate:
-    """What every stage is measured on."""
-
-    rows: int = key(100, "held-out rows that are scored")
-    generate_rows: int = key(100, "held-out rows answered and compared with their reference")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gate:
     """Limits one stage must keep; a missed one stops the run."""
