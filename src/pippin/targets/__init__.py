@@ -72,9 +72,6 @@ class Target(Protocol):
         ...
 
 
-def load_target(name: str) -> Target:
-    """The target behind a name of TARGETS."""
-    return cast("Target", importlib.import_module(TARGETS[name]).make_target())
 @runtime_checkable
 class Sizer(Protocol):
     """What targets tell whose files take more than a weight's code and its share of the scales."""
@@ -84,6 +81,9 @@ class Sizer(Protocol):
         ...
 
 
+def load_target(name: str) -> Target:
+    """The target behind a name of TARGETS."""
+    return cast("Target", importlib.import_module(TARGETS[name]).make_target())
 
 
 def check_recipe(recipe: Recipe, checkpoint: Path) -> list[Refusal]:
@@ -95,9 +95,6 @@ def check_recipe(recipe: Recipe, checkpoint: Path) -> list[Refusal]:
     return [refusal for refusal in asked if refusal is not None]
 
 
-def refuse_context(context: int, checkpoint: Path) -> Refusal | None:
-    """Why the model in a folder cannot be deployed with a context of so many tokens."""
-    limit = read_config(checkpoint).max_positions
 def stored_bits(recipe: Recipe, grid: Grid, inputs: int) -> float:
     """Bits of a linear's weight, scales counted, in the recipe's target that takes most for it."""
     plain = budget.stored_bits(grid, inputs)
@@ -105,6 +102,9 @@ def stored_bits(recipe: Recipe, grid: Grid, inputs: int) -> float:
     return max([plain, *(sizer.stored_bits(grid, inputs) for sizer in sizers)])
 
 
+def refuse_context(context: int, checkpoint: Path) -> Refusal | None:
+    """Why the model in a folder cannot be deployed with a context of so many tokens."""
+    limit = read_config(checkpoint).max_positions
     if context >= SHORTEST and (limit is None or context <= limit):
         return None
     known = "" if limit is None else f"; the model knows positions up to {limit}"
