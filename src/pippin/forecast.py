@@ -110,7 +110,8 @@ class Forecast:
         """Trainable parameters."""
         if self.recipe.train.method == "full":
             return memory.parameters(self.facts.config)
-        return memory.adapter_parameters(self.facts.linears, self.recipe.lora.rank)
+        lora = self.recipe.lora
+        return memory.adapter_parameters(self.facts.linears, lora.rank, lora.dora)
 
     @property
     def overhead(self) -> int:
@@ -131,6 +132,7 @@ class Forecast:
             trained=self.trained,
             lora=train.method == "lora",
             checkpointing=train.gradient_checkpointing,
+            gained=sum(o for _, o in self.facts.linears) if self.recipe.lora.dora else 0,
         )
         heap = HEAP + LEFT_BEHIND if self.overhead else 0
         kept = 12 * self.trained * (train.keep_checkpoints if train.checkpoint_every else 0)

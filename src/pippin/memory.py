@@ -65,7 +65,8 @@ class TrainShape:
     """What a training step computes: `tokens` at once, elements of `itemsize` bytes.
 
     `trained` counts trainable parameters. `lora` tells an adapter, whose masters stand beside the
-    frozen weights, from full fine-tuning, whose float32 weights are the masters.
+    frozen weights, from full fine-tuning, whose float32 weights are the masters. `gained` counts
+    the outputs, in all layers, that DoRA rescales.
     """
 
     tokens: int
@@ -73,6 +74,7 @@ class TrainShape:
     trained: int
     lora: bool
     checkpointing: bool
+    gained: int = 0
 
 
 def linear_shapes(shape: Shape) -> dict[str, tuple[int, int]]:
@@ -90,9 +92,9 @@ def parameters(shape: Shape) -> int:
     return shape.num_layers * layer + embedding + shape.hidden_size
 
 
-def adapter_parameters(linears: Iterable[tuple[int, int]], rank: int) -> int:
-    """Count: R (inputs + outputs) of every adapted linear."""
-    return sum(rank * (inputs + outputs) for inputs, outputs in linears)
+def adapter_parameters(linears: Iterable[tuple[int, int]], rank: int, dora: bool = False) -> int:
+    """Count: R (inputs + outputs) of every adapted linear, and outputs more for DoRA."""
+    return sum(rank * (inputs + outputs) + dora * outputs for inputs, outputs in linears)
 
 
 def layer_activations(shape: Shape, tokens: int, itemsize: int) -> int:
@@ -133,15 +135,18 @@ def train_bytes(shape: Shape, train: TrainShape) -> TrainBytes:
     """LoRA: frozen weights in b bytes, adapter masters, gradients and two moments in float32.
 
     Full: weights in b bytes with a float32 master where b < 4, gradients in b, two moments of 4.
+    DoRA keeps its outputs before they are rescaled, n b for each, of one layer when checkpointing.
     """
     trained, b = train.trained, train.itemsize
     masters = 4 * trained if train.lora or b < 4 else 0
+    gained = train.gained // (shape.num_layers if train.checkpointing else 1)
     return TrainBytes(
         weights=parameters(shape) * b,
         adapter=masters,
         gradients=trained * (4 if train.lora else b),
         moments=8 * trained,
-        activations=activations(shape, train.tokens, b, train.checkpointing),
+        activations=activations(shape, train.tokens, b, train.checkpointing)
+        + train.tokens * b * gained,
         loss=loss_bytes(shape, train.tokens, b),
     )
 

@@ -82,6 +82,9 @@ class Lora:
         ("all-linear",), "linears by last name, by `*` pattern over the full name, or all-linear"
     )
     rslora: bool = key(False, "scale by alpha / sqrt(rank) instead")
+    dora: bool = key(
+        False, "DoRA: train the norm of every output's weights apart from their direction"
+    )
     mlx_lm: bool = key(
         False, "write it in mlx-lm's layout as well, in the adapter's folder `mlx-lm`"
     )

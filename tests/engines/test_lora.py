@@ -7,6 +7,7 @@ from torch.nn import functional
 
 from pippin.data.batches import Batch
 from pippin.engines import load_engine
+from pippin.engines.torch.dora import DoraLinear
 from pippin.engines.torch.lora import LoraLinear
 from pippin.errors import ModelError
 from pippin.model.adapter import adapted_linears, new_adapter
@@ -42,6 +43,18 @@ def test_values_and_gradients_equal_autograd(bias, dropout):
     torch.testing.assert_close(y, wanted)
     for mine, theirs in zip(grads, (x.grad, ours.lora_A.grad, ours.lora_B.grad), strict=True):
         torch.testing.assert_close(mine, theirs)
+
+
+def test_dora_in_bfloat16_keeps_its_gain_in_float32():
+    """In bfloat16's seven bits a gain of 1.0035 would be 1."""
+    base = torch.nn.Linear(7, 5, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+    ours = DoraLinear(base, (torch.randn(3, 7), torch.randn(5, 3)), 0.5, 0.0, torch.ones(5))
+    ours.requires_grad_(False)
+    x = torch.randn(400, 7, dtype=torch.bfloat16)
+    ours._settled = torch.tensor(1.0035)
+    plain, longer = ours.adapted(x, None), ours(x)
+    assert torch.equal(longer, (plain.float() * 1.0035).bfloat16())
+    assert not torch.equal(longer, plain)
 
 
 def test_dropout_is_off_in_evaluation():

@@ -133,7 +133,7 @@ def test_half_precision_adapters_load(tiny: Tiny, tmp_path: Path, dtype: Any) ->
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"use_dora": True}, "use_dora"),
+        ({"use_dora": True}, "use_dora = True, and its tensors of q_proj"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"bias": "all"}, "bias"),
         ({"layer_replication": [[0, 1]]}, "layer_replication"),

@@ -18,6 +18,7 @@ pytestmark = [
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PLAIN = Lora(rank=4, alpha=8, targets=LINEARS)
+DORA = Lora(rank=4, alpha=8, targets=LINEARS, dora=True)
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +37,7 @@ def peft_model(folder, lora, dtype=torch.float32, seed=0):
         lora_alpha=lora.alpha,
         target_modules=list(LINEARS),
         use_rslora=lora.rslora,
+        use_dora=lora.dora,
         task_type="CAUSAL_LM",
     )
     model = peft.get_peft_model(base, settings, autocast_adapter_dtype=False)
@@ -43,21 +45,24 @@ def peft_model(folder, lora, dtype=torch.float32, seed=0):
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+                drawn = torch.randn(parameter.shape, generator=generator) * 0.1
+                parameter.copy_(parameter * (1 + drawn) if parameter.dim() == 1 else drawn)
     return model
 
 
 def pairs(model):
     """peft's adapter under our names."""
     return {
-        name.removeprefix("base_model.model.").replace(".default.", "."): p
+        name.removeprefix("base_model.model.")
+        .replace("vector.default.weight", "vector")
+        .replace(".default.", "."): p
         for name, p in model.named_parameters()
         if "lora_" in name
     }
 
 
 def as_weights(model):
-    return {name: p.detach().float().numpy().copy() for name, p in pairs(model).items()}
+    return {name: p.detach().numpy().copy() for name, p in pairs(model).items()}
 
 
 def samples(count=12):
@@ -96,9 +101,9 @@ def exact_loss(model, row):
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama_bias", "qwen3", "gemma3"])
-@pytest.mark.parametrize("rslora", [False, True])
-def test_peft_adapters_give_pefts_logits(kind, rslora, tiny, engine, tmp_path):
-    model = peft_model(tiny(kind), Lora(rank=4, alpha=8, rslora=rslora))
+@pytest.mark.parametrize("switch", [{}, {"rslora": True}, {"dora": True}], ids=str)
+def test_peft_adapters_give_pefts_logits(kind, switch, tiny, engine, tmp_path):
+    model = peft_model(tiny(kind), Lora(rank=4, alpha=8, **switch))
     model.save_pretrained(tmp_path)
     tokens = np.stack([row[:4] for row in samples()])
     with torch.no_grad():
@@ -108,11 +113,12 @@ def test_peft_adapters_give_pefts_logits(kind, rslora, tiny, engine, tmp_path):
     np.testing.assert_allclose(ours.logprobs_BTK, picked, atol=1e-5)
 
 
-def test_peft_loads_ours_with_the_same_logits(tiny, engine, tmp_path):
+@pytest.mark.parametrize("lora", [PLAIN, DORA], ids=["lora", "dora"])
+def test_peft_loads_ours_with_the_same_logits(lora, tiny, engine, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    weights = as_weights(peft_model(tiny("llama"), PLAIN))
-    save_adapter(tmp_path, PLAIN, weights, Base(name=str(tiny("llama")), digest="0" * 64))
+    weights = as_weights(peft_model(tiny("llama"), lora))
+    save_adapter(tmp_path, lora, weights, Base(name=str(tiny("llama")), digest="0" * 64))
     base = AutoModelForCausalLM.from_pretrained(tiny("llama"), dtype=torch.float32)
     theirs = peft.PeftModel.from_pretrained(base, tmp_path)
     tokens = np.stack([row[:4] for row in samples()])
@@ -127,13 +133,14 @@ def test_peft_loads_ours_with_the_same_logits(tiny, engine, tmp_path):
     ("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 2e-5)], ids=["f64", "f32"]
 )
 @pytest.mark.parametrize("kind", ["llama", "llama_bias", "qwen3"])
-def test_gradients_equal_pefts(kind, dtype, tolerance, tiny, engine):
+@pytest.mark.parametrize("lora", [PLAIN, DORA], ids=["lora", "dora"])
+def test_gradients_equal_pefts(kind, lora, dtype, tolerance, tiny, engine):
     rows = samples()
-    theirs = peft_model(tiny(kind), PLAIN, dtype)
+    theirs = peft_model(tiny(kind), lora, dtype)
     total = sum(exact_loss(theirs, row) for row in rows)
     total.backward()
     name = str(dtype).removeprefix("torch.")
-    trainer = engine.load(tiny(kind), name).trainer(Train(), PLAIN, as_weights(theirs), 0)
+    trainer = engine.load(tiny(kind), name).trainer(Train(), lora, as_weights(theirs), 0)
     loss = trainer._backward(packed(rows))
     assert loss.item() == pytest.approx(total.item(), rel=tolerance)
     for key, parameter in pairs(theirs).items():
@@ -142,12 +149,12 @@ def test_gradients_equal_pefts(kind, dtype, tolerance, tiny, engine):
         torch.testing.assert_close(ours, parameter.grad, rtol=0, atol=tolerance * scale)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3"])
-def test_twenty_four_steps_of_the_plain_recipe(kind, tiny, engine):
+@pytest.mark.parametrize(("kind", "lora"), [("llama", PLAIN), ("gemma3", PLAIN), ("llama", DORA)])
+def test_twenty_four_steps_of_the_plain_recipe(kind, lora, tiny, engine):
     """peft, padded batches and torch's AdamW beside packed rows and ours: equal losses."""
-    theirs = peft_model(tiny(kind), PLAIN)
+    theirs = peft_model(tiny(kind), lora)
     trainer = engine.load(tiny(kind), "float32").trainer(
-        Train(max_grad_norm=1.0, weight_decay=0.01), PLAIN, as_weights(theirs), 0
+        Train(max_grad_norm=1.0, weight_decay=0.01), lora, as_weights(theirs), 0
     )
     trained = [p for p in theirs.parameters() if p.requires_grad]
     adam = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.01)

@@ -88,6 +88,7 @@ CONFIGS = {
         "target_modules": ["up_proj", "v_proj"],
         "use_rslora": True,
     },
+    "dora": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "up_proj"], "use_dora": True},
     "patterns": {
         "r": 4,
         "target_modules": ["q_proj", "down_proj"],
@@ -166,7 +167,8 @@ def test_an_embedding_that_came_with_the_adapter_must_be_the_bases(
 
 
 @pytest.mark.torch
-def test_gpt2_keeps_its_weights_transposed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dora", [False, True])
+def test_gpt2_keeps_its_weights_transposed(tmp_path: Path, dora: bool) -> None:
     import transformers
 
     config = transformers.GPT2Config(
@@ -181,6 +183,7 @@ def test_gpt2_keeps_its_weights_transposed(tmp_path: Path) -> None:
     base = tmp_path / "base"
     transformers.GPT2LMHeadModel(config).save_pretrained(base)
     config = {"r": 4, "target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}
+    config |= {"use_dora": dora}
     tuned = _peft(base, tmp_path / "adapter", torch.float32, **config)
     _merge(base, tmp_path / "adapter", tmp_path / "merge")
     ours = _logits(_network(tmp_path / "merge"))

@@ -9,7 +9,8 @@ from typing import Any, TypeAlias
 from numpy.typing import NDArray
 
 from pippin.engines import Weights
-from pippin.errors import ModelError
+from pippin.errors import ModelError, UsageError
+from pippin.model import names
 
 Pair: TypeAlias = tuple[NDArray[Any], NDArray[Any]]
 
@@ -30,6 +31,28 @@ def find_pair(weights: Weights, linear: str, inputs: int, outputs: int) -> Pair:
                 "the adapter was trained on another base; name its base as model.source",
             )
     return a_RI, b_OR
+
+
+def find_magnitude(weights: Weights, linear: str, outputs: int) -> NDArray[Any] | None:
+    """DoRA's vector of the linear, (O,); None in a plain LoRA. ModelError for another length."""
+    array = weights.get(f"{linear}.{names.MAGNITUDE}")
+    if array is not None and array.shape != (outputs,):
+        raise ModelError(
+            f"{linear}: {names.MAGNITUDE} of the adapter is {array.shape}, the base has {outputs} "
+            "outputs",
+            "the adapter was trained on another base; name its base as model.source",
+        )
+    return array
+
+
+def refuse_dora(engine: str, weights: Iterable[str]) -> None:
+    """Raise UsageError for a DoRA adapter, where the engine has plain ones alone."""
+    if any(name.endswith(names.MAGNITUDE) for name in weights):
+        raise UsageError(
+            f"the engine {engine} does not apply DoRA",
+            'leave lora.dora out, or set model.engine = "torch"; an adapter that is there can be '
+            "merged with `pippin merge`",
+        )
 
 
 def find_saved(state: Weights, key: str, shape: tuple[int, ...]) -> NDArray[Any]:

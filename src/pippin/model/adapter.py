@@ -7,7 +7,7 @@ import difflib
 import fnmatch
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -17,30 +17,21 @@ from numpy.typing import NDArray
 
 from pippin.errors import ModelError, UsageError
 from pippin.model import mlx_adapter, names
+from pippin.model.peft_folder import (
+    parse_key,
+    read_config,
+    refuse_unknown,
+    weights_file,
+    whole_weight,
+)
 from pippin.model.quantized import DenseView
-from pippin.model.weights import Checkpoint, Writer, file_tensors, read_tensor
+from pippin.model.weights import Checkpoint, Writer, file_tensors, read_tensor, row_chunks
 from pippin.recipe import Lora
 
 Weights: TypeAlias = dict[str, NDArray[Any]]
 
 BASE = "base.json"
-# Switches of PEFT's LoRA that change the arithmetic, and the value under which they do not.
-_PLAIN = {
-    "use_dora": False,
-    "bias": "none",
-    "modules_to_save": None,
-    "lora_bias": False,
-    "use_qalora": False,
-    "layer_replication": None,
-    "target_parameters": None,
-    "trainable_token_indices": None,
-    "ensure_weight_tying": False,
-    "alora_invocation_tokens": None,
-    "use_bdlora": None,
-    "arrow_config": None,
-}
-# Initialisations that change the base weights: the adapter alone does not tell the model.
-_MOVED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_CHUNK_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,9 +46,10 @@ class Base:
 class Adapter:
     """A loaded adapter: `<linear>.lora_A.weight` (R, I) and `<linear>.lora_B.weight` (O, R).
 
-    All are float32. `embeddings` names the pairs that belong to an embedding: B is (V, R) there and
-    A (R, D), so that the update of any weight is scale_of(name) * B @ A. `copies` are embeddings
-    that peft stored beside the adapter; they are the base's own unless its vocabulary was resized.
+    All are float32. DoRA adds `<linear>.lora_magnitude_vector` (O,). `embeddings` names the pairs
+    that belong to an embedding: B is (V, R) there and A (R, D), so that the update of any weight is
+    scale_of(name) * B @ A. `copies` are embeddings that peft stored beside the adapter; they are
+    the base's own unless its vocabulary was resized.
     """
 
     weights: Weights
@@ -104,6 +96,22 @@ def new_adapter(linears: Mapping[str, tuple[int, int]], lora: Lora, seed: int) -
     return weights
 
 
+def first_magnitudes(checkpoint: Checkpoint, linears: Iterable[str]) -> Weights:
+    """`<linear>.lora_magnitude_vector` (O,) float32: the norms of every linear's rows, for DoRA."""
+    view = DenseView(checkpoint.folder)
+    return {
+        f"{name}.{names.MAGNITUDE}": _row_norms(view, f"{name}.weight", name) for name in linears
+    }
+
+
+def _row_norms(view: DenseView, tensor: str, linear: str) -> NDArray[np.float32]:
+    if names.is_transposed(view.config.model_type, linear):
+        return np.linalg.norm(view.read(tensor).astype(np.float32), axis=0)
+    chunks = row_chunks(view.tensors[tensor], _CHUNK_BYTES)
+    rows = (view.read_rows(tensor, *chunk).astype(np.float32) for chunk in chunks)
+    return np.concatenate([np.linalg.norm(some, axis=1) for some in rows])
+
+
 def save_adapter(folder: Path, lora: Lora, weights: Weights, base: Base) -> None:
     """Write a PEFT folder, and beside PEFT's two files the base it was trained on."""
     tensors = {names.PEFT_PREFIX + name: weights[name] for name in sorted(weights)}
@@ -122,6 +130,7 @@ def save_adapter(folder: Path, lora: Lora, weights: Weights, base: Base) -> None
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,
         "use_rslora": lora.rslora,
+        "use_dora": lora.dora,
         "target_modules": sorted({names.last(m) for m in modules} if by_last else modules),
         "bias": "none",
         "fan_in_fan_out": any(names.is_transposed("gpt2", name) for name in modules),
@@ -133,30 +142,33 @@ def save_adapter(folder: Path, lora: Lora, weights: Weights, base: Base) -> None
 
 def load_adapter(folder: Path) -> Adapter:
     """A PEFT folder, or mlx-lm's. Raises ModelError for what cannot be applied, by name."""
-    raw = _read_config(folder)
+    raw = read_config(folder)
     if mlx_adapter.is_one(folder):
         raw, weights = mlx_adapter.read(folder, raw)
         _check_pairs(folder, weights)
+        _check_dora(folder, raw, weights, ())
         scale_of = _scales(raw, weights)
         return Adapter(weights=weights, rank=raw["r"], scale_of=scale_of, raw=raw, base=None)
-    _refuse_unknown(folder, raw)
+    refuse_unknown(folder, raw)
     weights: Weights = {}
     copies: Weights = {}
     embeddings = set()
-    for key, info in file_tensors(_weights_file(folder)).items():
-        copied = _copied(key)
+    for key, info in file_tensors(weights_file(folder)).items():
+        copied = whole_weight(key)
         if copied:
             copies[copied] = read_tensor(info)
             continue
-        linear, part = _parse_key(folder, key)
+        linear, part = parse_key(folder, key)
         tensor = read_tensor(info).astype(np.float32)
         if part in ("embedding_A", "embedding_B"):
             # peft keeps (R, V) and (D, R) and applies their product transposed.
             part = "B" if part == "embedding_A" else "A"
             tensor = np.ascontiguousarray(tensor.T)
             embeddings.add(linear)
-        weights[f"{linear}.lora_{part}.weight"] = tensor
+        name = f"lora_{part}.weight" if part in "AB" else names.MAGNITUDE
+        weights[f"{linear}.{name}"] = tensor
     _check_pairs(folder, weights)
+    _check_dora(folder, raw, weights, embeddings)
     return Adapter(
         weights=weights,
         rank=raw.get("r", 8),
@@ -186,74 +198,12 @@ def _matches(target: str, linears: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / names.ADAPTER_CONFIG
-    try:
-        raw = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise ModelError(
-            f"{folder} is no adapter: it has no {names.ADAPTER_CONFIG}", "give a PEFT folder"
-        ) from None
-    except ValueError as error:
-        raise ModelError(f"{path} is not JSON: {error}", "save the adapter again") from error
-    if not isinstance(raw, dict) or not isinstance(raw.get("r", 0), int):
-        raise ModelError(f"{path} is no PEFT configuration", "save the adapter again")
-    return raw
-
-
-def _refuse_unknown(folder: Path, raw: dict[str, Any]) -> None:
-    kind = raw.get("peft_type")
-    if kind != "LORA":
-        raise ModelError(f"{folder} is an adapter of type {kind}", "pippin applies LoRA adapters")
-    for switch, plain in _PLAIN.items():
-        value = raw.get(switch, plain)
-        if value != plain and value:
-            raise ModelError(
-                f"{folder} uses {switch} = {value!r}, which pippin does not apply",
-                "merge it with peft and start from the merged model",
-            )
-    start = raw.get("init_lora_weights")
-    if isinstance(start, str) and start.lower().startswith(_MOVED_BASE):
-        raise ModelError(
-            f"{folder} was started with init_lora_weights = {start!r}, which changes the base",
-            "convert it to a plain LoRA with peft, or merge it there",
-        )
-
-
-def _weights_file(folder: Path) -> Path:
-    path = folder / names.ADAPTER_WEIGHTS
-    if not path.exists():
-        raise ModelError(
-            f"{folder} has no {names.ADAPTER_WEIGHTS}",
-            "pickled adapters are not read: save it as safetensors with peft",
-        )
-    return path
-
-
-def _copied(key: str) -> str | None:
-    """The weight that peft stored whole: embedding or head, where one of them is adapted."""
-    name = key.removeprefix(names.PEFT_PREFIX).replace(".base_layer.", ".")
-    module = names.module(name)
-    whole = name.endswith(".weight") and (names.is_embedding(module) or names.is_head(module))
-    return name if whole else None
-
-
-def _parse_key(folder: Path, key: str) -> tuple[str, str]:
-    found = re.fullmatch(
-        r"(?:base_model\.model\.)?(.+)\.lora_(A|B|embedding_A|embedding_B)(?:\.default)?(?:\.weight)?",
-        key,
-    )
-    if found is None:
-        raise ModelError(
-            f"{folder} holds {key}, which is no LoRA matrix",
-            "merge it with peft and start from the merged model",
-        )
-    return found[1].replace(".base_layer", ""), found[2]
-
-
 def _check_pairs(folder: Path, weights: Weights) -> None:
     for name, tensor in weights.items():
         linear, _, part = name.rpartition(".lora_")
+        if name.endswith(names.MAGNITUDE):
+            _check_magnitude(folder, linear, weights)
+            continue
         other = weights.get(f"{linear}.lora_{'B' if part.startswith('A') else 'A'}.weight")
         if other is None or tensor.ndim != 2 or other.ndim != 2:
             raise ModelError(f"{folder}: {name} is not half of a pair", "save the adapter again")
@@ -264,6 +214,37 @@ def _check_pairs(folder: Path, weights: Weights) -> None:
             )
     if not weights:
         raise ModelError(f"{folder} holds no tensors", "save the adapter again")
+
+
+def _check_dora(
+    folder: Path, raw: dict[str, Any], weights: Weights, embeddings: Collection[str]
+) -> None:
+    """A switch without its vectors, or the other way round, would be another model."""
+    linears = {name.rpartition(".lora_")[0] for name in weights}
+    have = {name for name in linears if f"{name}.{names.MAGNITUDE}" in weights}
+    if have != (linears if raw.get("use_dora") else set()):
+        one = min(linears - have or have)
+        raise ModelError(
+            f"{folder} says use_dora = {bool(raw.get('use_dora'))}, and its tensors of {one} do "
+            "not agree",
+            "save the adapter again",
+        )
+    if have & set(embeddings):
+        raise ModelError(
+            f"{folder} applies DoRA to the embedding {min(have & set(embeddings))}",
+            "merge it with peft and start from the merged model",
+        )
+
+
+def _check_magnitude(folder: Path, linear: str, weights: Weights) -> None:
+    """DoRA's vector has one number an output."""
+    b_OR = weights.get(f"{linear}.lora_B.weight")
+    found = weights[f"{linear}.{names.MAGNITUDE}"].shape
+    if b_OR is None or found != b_OR.shape[:1]:
+        raise ModelError(
+            f"{folder}: {linear}.{names.MAGNITUDE} of shape {found} fits no pair",
+            "save the adapter again",
+        )
 
 
 def _scales(raw: dict[str, Any], weights: Weights) -> Callable[[str], float]:

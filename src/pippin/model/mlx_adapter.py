@@ -20,6 +20,7 @@ from pippin.recipe import Lora
 
 WEIGHTS = "adapters.safetensors"
 FOLDER = "mlx-lm"  # below the adapter's own
+_PARTS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "m": names.MAGNITUDE}
 _BLOCK = re.compile(r".*?\.\d+\.(.+)")
 
 
@@ -29,32 +30,34 @@ def is_one(folder: Path) -> bool:
 
 
 def read(folder: Path, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
-    """PEFT's configuration and pairs, `lora_A` (R, I) and `lora_B` (O, R), float32.
+    """PEFT's configuration and pairs, `lora_A` (R, I) and `lora_B` (O, R), float32; DoRA's vectors.
 
-    `raw` is the folder's adapter_config.json. Raises ModelError for what is no plain LoRA.
+    `raw` is the folder's adapter_config.json. Raises ModelError for what is no LoRA of a linear.
     """
     kind = raw.get("fine_tune_type", "lora")
     asked = raw.get("lora_parameters")
-    if kind != "lora" or not isinstance(asked, dict):
+    if kind not in ("lora", "dora") or not isinstance(asked, dict):
         raise ModelError(
             f"{folder} is an mlx-lm adapter of type {kind}",
             "pippin applies LoRA: fuse it with mlx_lm.fuse and start from the fused model",
         )
     weights = {}
     for key, info in file_tensors(folder / WEIGHTS).items():
-        found = re.fullmatch(r"(.+)\.lora_([ab])", key)
-        if found is None or len(info.shape) != 2:
+        found = re.fullmatch(r"(.+)\.(lora_[ab]|m)", key)
+        if found is None or len(info.shape) != (1 if found[2] == "m" else 2):
             raise ModelError(
                 f"{folder} holds {key} of shape {info.shape}, which is no LoRA matrix of a linear",
                 "fuse it with mlx_lm.fuse and start from the fused model",
             )
-        pair = read_tensor(info).astype(np.float32).T
-        weights[f"{found[1]}.lora_{found[2].upper()}.weight"] = np.ascontiguousarray(pair)
+        tensor = read_tensor(info).astype(np.float32).T
+        part = _PARTS[found[2]]
+        weights[f"{found[1]}.{part}"] = np.ascontiguousarray(tensor)
     ranks = {w.shape[0] for name, w in weights.items() if name.endswith("lora_A.weight")}
     if len(ranks) != 1:
         raise ModelError(f"{folder} holds pairs of ranks {sorted(ranks)}", "save it again")
     rank = ranks.pop()
-    return {"peft_type": "LORA", "r": rank, "lora_alpha": asked["scale"] * rank}, weights
+    scale = {"r": rank, "lora_alpha": asked["scale"] * rank}
+    return {"peft_type": "LORA", "use_dora": kind == "dora", **scale}, weights
 
 
 def refuse_unwritable(linears: Iterable[str]) -> None:
@@ -70,22 +73,23 @@ def refuse_unwritable(linears: Iterable[str]) -> None:
 def write(folder: Path, lora: Lora, weights: Mapping[str, NDArray[Any]], num_layers: int) -> None:
     """The adapter for `mlx_lm.load(..., adapter_path=folder)`; layers without a pair get none.
 
-    `weights` are `lora_A` (R, I) and `lora_B` (O, R); `num_layers` is the model's.
+    `weights` are `lora_A` (R, I), `lora_B` (O, R) and DoRA's vectors; `num_layers` is the model's.
     """
     folder.mkdir()
-    pairs = {}
+    parts = {theirs: mine for mine, theirs in _PARTS.items()}
+    tensors = {}
     for name, tensor in weights.items():
-        linear, _, side = name.removesuffix(".weight").rpartition(".lora_")
-        pairs[f"{linear}.lora_{side.lower()}"] = np.ascontiguousarray(tensor.T)
-    with Writer(folder, pairs) as writer:
-        for name, pair in pairs.items():
-            writer.write(name, pair)
+        linear, _, part = name.rpartition(".lora_")
+        tensors[f"{linear}.{parts['lora_' + part]}"] = np.ascontiguousarray(tensor.T)
+    with Writer(folder, tensors) as writer:
+        for name, tensor in tensors.items():
+            writer.write(name, tensor)
     (folder / "model.safetensors").rename(folder / WEIGHTS)
     linears = {name.rpartition(".lora_")[0] for name in weights}
     places = [found for linear in linears if (found := _BLOCK.fullmatch(linear))]
     first = min(layer for linear in linears if (layer := names.layer(linear)) is not None)
     keys = sorted({found[1] for found in places})
     settings = {"rank": lora.rank, "scale": lora.scale, "dropout": lora.dropout, "keys": keys}
-    config = {"fine_tune_type": "lora", "num_layers": num_layers - first}
+    config = {"fine_tune_type": "dora" if lora.dora else "lora", "num_layers": num_layers - first}
     text = json.dumps(config | {"lora_parameters": settings}, indent=2)
     (folder / names.ADAPTER_CONFIG).write_text(text + "\n")

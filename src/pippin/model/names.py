@@ -9,6 +9,7 @@ HEAD = "lm_head.weight"
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
+MAGNITUDE = "lora_magnitude_vector"
 
 # What a model folder holds besides its weights and its config.
 SIDE_FILES = (

@@ -28,16 +28,22 @@ _CHUNK_BYTES = 8 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Delta:
-    """What is added to a tensor, as stored: scale * left @ right; left has the tensor's rows."""
+    """What is added to a tensor, as stored: scale * left @ right; left has the tensor's rows.
+
+    In DoRA the sum's norms over inputs, which lie along axis `inputs`, become `magnitude_O`.
+    """
 
     left: NDArray[np.float32]
     right: NDArray[np.float32]
     scale: float
+    inputs: int = 1
+    magnitude_O: NDArray[np.float32] | None = None
 
-    def rows(self, start: int, stop: int) -> NDArray[np.float32]:
-        """Rows of the update, float32."""
+    def add(self, rows: NDArray[Any], start: int, stop: int) -> NDArray[np.float32]:
+        """Rows of the tensor with their update, float32."""
         update = self.left[start:stop] @ self.right
         update *= self.scale
+        update += rows.astype(np.float32)
         return update
 
 
@@ -132,7 +138,13 @@ def _delta(linear: str, name: str, spec: Spec, adapter: Adapter, model_type: str
     shape = (b_OR.shape[0], a_RI.shape[1])
     _check_shape(linear, shape, spec.shape[::-1] if transposed else spec.shape, adapter)
     left, right = (a_RI.T, b_OR.T) if transposed else (b_OR, a_RI)
-    return Delta(left=left, right=right, scale=adapter.scale_of(linear))
+    return Delta(
+        left=left,
+        right=right,
+        scale=adapter.scale_of(linear),
+        inputs=0 if transposed else 1,
+        magnitude_O=adapter.weights.get(f"{linear}.{names.MAGNITUDE}"),
+    )
 
 
 def _check_shape(
@@ -163,13 +175,27 @@ def _main_dtype(specs: dict[str, Spec]) -> str:
     return max(held, key=lambda name: held[name])
 
 
+def _gain(base: DenseView, source: str, delta: Delta) -> NDArray[np.float32]:
+    """DoRA's factors, to be multiplied with the tensor: (O, 1), or (1, O) for transposed ones."""
+    squares = []
+    for start, stop in row_chunks(base.tensors[source], _CHUNK_BYTES):
+        rows = delta.add(base.read_rows(source, start, stop), start, stop)
+        squares.append(np.square(rows).sum(delta.inputs, keepdims=True))
+    whole = np.concatenate(squares) if delta.inputs else np.sum(squares, axis=0)
+    norms = np.sqrt(np.maximum(whole, np.finfo(np.float32).tiny))
+    assert delta.magnitude_O is not None
+    return delta.magnitude_O.reshape(norms.shape) / norms
+
+
 def _write_tensor(writer: Writer, base: DenseView, plan: Plan, name: str) -> None:
     spec, source, delta = plan.specs[name], plan.sources[name], plan.deltas.get(name)
+    gain = None if delta is None or delta.magnitude_O is None else _gain(base, source, delta)
     for start, stop in row_chunks(spec, _CHUNK_BYTES):
         rows = base.read_rows(source, start, stop) if spec.shape else base.read(source)
         if delta is not None:
-            rows = rows.astype(np.float32)
-            rows += delta.rows(start, stop)
+            rows = delta.add(rows, start, stop)
+        if gain is not None:
+            rows *= gain[start:stop] if len(gain) > 1 else gain
         if rows.dtype != spec.dtype:
             with np.errstate(over="ignore"):
                 rows = rows.astype(spec.dtype)

@@ -8,7 +8,13 @@ from pippin.engines import Weights
 from pippin.errors import ModelError
 from pippin.job import Job
 from pippin.model import mlx_adapter, names
-from pippin.model.adapter import Base, adapted_linears, new_adapter, save_adapter
+from pippin.model.adapter import (
+    Base,
+    adapted_linears,
+    first_magnitudes,
+    new_adapter,
+    save_adapter,
+)
 from pippin.model.config import read_config
 from pippin.model.source import copy_side_files
 from pippin.model.weights import Checkpoint, Spec, TensorInfo, Writer
@@ -23,7 +29,10 @@ def first_weights(job: Job) -> Weights:
     linears = adapted_linears(Checkpoint(model), recipe.lora)
     if recipe.lora.mlx_lm:
         mlx_adapter.refuse_unwritable(linears)
-    return new_adapter(linears, recipe.lora, recipe.seed)
+    weights = new_adapter(linears, recipe.lora, recipe.seed)
+    if recipe.lora.dora:
+        weights |= first_magnitudes(Checkpoint(model), linears)
+    return weights
 
 
 def refuse_quantized(model: Path) -> None:

@@ -36,10 +36,14 @@ class Float8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., I) -> (..., O)."""
+        y = self.product(x)
+        return y if self.bias is None else y + self.bias
+
+    def product(self, x: Tensor) -> Tensor:
+        """x W^T."""
         sides = (self.forth_codes, self.forth_scale, self.back_codes, self.back_scale)
         y = _Product.apply(x.reshape(-1, self.in_features), *sides)
-        y = y.view(*x.shape[:-1], self.out_features)
-        return y if self.bias is None else y + self.bias
+        return y.view(*x.shape[:-1], self.out_features)
 
 
 class _Product(torch.autograd.Function):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from pippin.engines.torch import layer_ops as ops
 from pippin.engines.torch.attention import Packing
+from pippin.engines.torch.dora import DoraLinear
 from pippin.engines.torch.float8 import SIDE
 from pippin.engines.torch.frames import Frame, Wide, refresh
 from pippin.engines.torch.layer_ops import Norm
@@ -116,6 +117,8 @@ def _unfit(linears: list[Any], norms: tuple[Any, Any], float8: bool) -> str | No
         plain = isinstance(linear, nn.Linear | LoraLinear) and linear.weight is not None
         if not plain or linear.weight.requires_grad:
             return "its linears are trained or of their own kind"
+        if isinstance(linear, DoraLinear):
+            return "its adapters rescale outputs"
         if getattr(linear, "dropout", 0.0):
             return "its adapters drop inputs"
         if float8 and (linear.weight.dtype != torch.bfloat16 or _odd(linear)):

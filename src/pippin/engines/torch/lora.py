@@ -12,7 +12,7 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from pippin.engines import Weights
-from pippin.engines.arrays import adapted, find_pair
+from pippin.engines.arrays import adapted, find_magnitude, find_pair
 from pippin.engines.torch.packed import PackedLinear
 from pippin.errors import ModelError
 
@@ -28,27 +28,42 @@ class LoraLinear(nn.Module):
 
     def __init__(self, base: Frozen, pair: tuple[Tensor, Tensor], scale: float, dropout: float):
         super().__init__()
-        self.base: nn.Module | None = None  # computes the frozen part in another way
+        self.base: Any = None  # computes the frozen product in another way
         self.weight: Any = None
-        self.bias: Tensor | None = None
+        self.bias: Tensor | None = base.bias
         if isinstance(base, PackedLinear):
             self.base = base
         else:
-            self.weight, self.bias = base.weight, base.bias
+            self.weight = base.weight
         self.in_features, self.out_features = base.in_features, base.out_features
         self.scale, self.dropout = scale, dropout
         self.lora_A, self.lora_B = (nn.Parameter(master) for master in pair)
 
     def forward(self, x: Tensor) -> Tensor:
+        """(..., I) -> (..., O)."""
+        return self.adapted(x, self.bias)
+
+    def adapted(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """The formula with another bias."""
         a_RI = self.lora_A.to(x.dtype)
         b_OR = (self.lora_B * self.scale).to(x.dtype)
         dropout = self.dropout if self.training else 0.0
         if self.base is not None or torch.compiler.is_compiling():
-            plain = self.base is None
-            y = functional.linear(x, self.weight, self.bias) if plain else self.base(x)
             dropped = functional.dropout(x, dropout) if dropout else x
-            return y + functional.linear(functional.linear(dropped, a_RI), b_OR)
-        return _Lora.apply(x, self.weight, self.bias, a_RI, b_OR, dropout)
+            update = functional.linear(functional.linear(dropped, a_RI), b_OR)
+            return self.frozen(x, bias) + update
+        return _Lora.apply(x, self.weight, bias, a_RI, b_OR, dropout)
+
+    def master(self, key: str) -> nn.Parameter:
+        """The trainable tensor that a checkpoint calls `<linear>.lora_A.weight`, say."""
+        return getattr(self, key.removesuffix(".weight").rpartition(".")[2])
+
+    def frozen(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x W^T + bias."""
+        if self.base is None:
+            return functional.linear(x, self.weight, bias)
+        y = self.base.product(x)
+        return y if bias is None else y + bias
 
 
 class _Lora(torch.autograd.Function):
@@ -92,14 +107,14 @@ def add_adapter(
 ) -> dict[str, LoraLinear]:
     """Put a LoraLinear in the place of every linear that `weights` has a pair for.
 
-    `weights` holds `<linear>.lora_A.weight` (R, I) and `<linear>.lora_B.weight` (O, R); `scale` is
-    by linear. Raises ModelError where the network has no such linear, or one of another shape.
+    `weights` holds `<linear>.lora_A.weight` (R, I) and `<linear>.lora_B.weight` (O, R), DoRA's
+    `<linear>.lora_magnitude_vector` (O,) besides; `scale` is by linear. Raises ModelError where the
+    network has no such linear, or one of another shape.
     """
     layers = {}
     for name in adapted(weights):
         base = _find_linear(network, name)
-        pair = _pair(base, name, weights)
-        layers[name] = LoraLinear(base, pair, scale[name], dropout)
+        layers[name] = _adapted(base, name, weights, scale[name], dropout)
         parent, _, child = name.rpartition(".")
         setattr(network.get_submodule(parent), child, layers[name])
     return layers
@@ -158,10 +173,19 @@ def _submodule(network: nn.Module, name: str) -> nn.Module:
         ) from error
 
 
-def _pair(base: Frozen, name: str, weights: Weights) -> tuple[Tensor, Tensor]:
+def _adapted(base: Frozen, name: str, weights: Weights, scale: float, dropout: float) -> LoraLinear:
     pair = find_pair(weights, name, base.in_features, base.out_features)
+    magnitude_O = find_magnitude(weights, name, base.out_features)
+    a_RI, b_OR = (_master(base, array) for array in pair)
+    if magnitude_O is None:
+        return LoraLinear(base, (a_RI, b_OR), scale, dropout)
+    from pippin.engines.torch.dora import DoraLinear
+
+    return DoraLinear(base, (a_RI, b_OR), scale, dropout, _master(base, magnitude_O))
+
+
+def _master(base: Frozen, array: NDArray[Any]) -> Tensor:
     packed = isinstance(base, PackedLinear)
     exact = torch.float32 if packed else torch.promote_types(base.weight.dtype, torch.float32)
     device = torch.device("cpu") if packed else base.weight.device
-    a, b = (torch.tensor(w.astype("float64"), dtype=exact) for w in pair)
-    return a.to(device), b.to(device)
+    return torch.tensor(array.astype("float64"), dtype=exact).to(device)

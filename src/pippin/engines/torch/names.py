@@ -16,15 +16,10 @@ from pippin.recipe import Lora
 def lora_parameters(
     network: PreTrainedModel, lora: Lora, weights: Weights
 ) -> dict[str, nn.Parameter]:
-    """Add the adapter's layers; the masters by name, `<linear>.lora_A.weight` and its lora_B."""
+    """Add the adapter's layers; the masters by name: `<linear>.lora_A.weight`, lora_B, DoRA's."""
     scale = dict.fromkeys(adapted(weights), lora.scale)
     layers = add_adapter(network, weights, scale, lora.dropout)
-    sides = {"A": "lora_A", "B": "lora_B"}
-    return {
-        f"{name}.lora_{side}.weight": getattr(layer, attribute)
-        for name, layer in layers.items()
-        for side, attribute in sides.items()
-    }
+    return {key: layers[key.rpartition(".lora_")[0]].master(key) for key in weights}
 
 
 def full_parameters(network: PreTrainedModel, checkpoint: Path) -> dict[str, nn.Parameter]:

@@ -34,11 +34,15 @@ class PackedLinear(nn.Module, abc.ABC):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., I) -> (..., O)."""
+        y = self.product(x)
+        return y if self.bias is None else y + self.bias
+
+    def product(self, x: Tensor) -> Tensor:
+        """x W^T."""
         x_NI = x.reshape(-1, self.in_features)
         few = len(x_NI) <= FEW and not (x_NI.requires_grad and torch.is_grad_enabled())
         y_NO = self.few(x_NI.contiguous()) if few else _Product.apply(x_NI, self)
-        y = y_NO.view(*x.shape[:-1], self.out_features)
-        return y if self.bias is None else y + self.bias
+        return y_NO.view(*x.shape[:-1], self.out_features)
 
     @abc.abstractmethod
     def few(self, x_NI: Tensor) -> Tensor:
