@@ -38,7 +38,7 @@ $(VENV)/.setup: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.setup-dev: $(VENV)/.setup
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,deploy,coreai,coreml,hf,mlx,jax,physics,parquet,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,deploy,coreai,coreml,hf,mlx,jax,physics,parquet,serve,dev]'
 	touch $@
 
 clean:

@@ -9,7 +9,7 @@ import click
 
 from pippin.command_group import CommandGroup
 from pippin.commands_check import ELSEWHERE, check
-from pippin.commands_speak import chat, figure, generate
+from pippin.commands_speak import chat, figure, generate, serve
 from pippin.verbs import sentence
 
 if TYPE_CHECKING:
@@ -214,5 +214,5 @@ def version() -> None:
         click.echo(f"{name} {number}")
 
 
-for _command in (chat, check, generate):
+for _command in (chat, check, generate, serve):
     pippin.add_command(_command)

@@ -1,4 +1,4 @@
-"""`pippin generate` and `pippin chat`: talk with whatever speaks."""
+"""`pippin generate`, `chat` and `serve`: talk with whatever speaks."""
 
 import math
 import os
@@ -92,6 +92,41 @@ def chat(what: Path, system: str | None, **options: Any) -> None:
                 raise
             console.notice(Notice(stage="chat", text=f"{error.message}; {error.hint}"))
         console.text("")
+
+
+@click.command("serve", help=sentence("serve"))
+@_speaking
+@click.option(
+    "--host", default="127.0.0.1", show_default=True, metavar="NAME", help="address to listen on"
+)
+@click.option(
+    "--port",
+    default=8000,
+    show_default=True,
+    type=click.IntRange(0, 65535),
+    metavar="N",
+    help="0 is any free one",
+)
+@click.argument("what", type=PATH)
+def serve(what: Path, host: str, port: int, **options: Any) -> None:
+    """Answer over HTTP until Ctrl-C."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from pippin.console import Console
+    from pippin.events import Notice
+    from pippin.stages.loading import needs
+
+    console = Console()
+    with needs("pippin serve", "serve"):
+        from pippin.stages.serve import Desk, application, listen, run
+    listener = listen(host, port)
+    worker = ThreadPoolExecutor(max_workers=1)
+    speaker, defaults = worker.submit(_speaker, what, console, options).result()
+    desk = Desk(name=what.resolve().name, speaker=speaker, worker=worker, defaults=defaults)
+    address, port = listener.getsockname()[:2]
+    where = f"http://{f'[{address}]' if ':' in address else address}:{port}/v1"
+    console.notice(Notice(stage="serve", text=f"listening on {where}; Ctrl-C ends it"))
+    run(application(desk, host), listener)
 
 
 def _speaker(what: Path, console: "Console", options: dict[str, Any]) -> "tuple[Speaker, Any]":

@@ -12,6 +12,7 @@ COMMANDS = {
     "deploy": "write the files that leave this machine",
     "generate": "answer one prompt with a model, a stage's folder or a recipe's result",
     "chat": "talk with it",
+    "serve": "answer over HTTP, as OpenAI's clients expect it",
     "report": "write report.html of a run again",
     "version": "pippin's version and those of what it runs on",
 }

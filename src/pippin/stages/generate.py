@@ -21,7 +21,7 @@ from pippin.recipe import Data, Model, Recipe
 from pippin.stages.belonging import check_base
 from pippin.stages.loading import context_of, load_scorer, runtime_of
 from pippin.stages.newest import Found, find
-from pippin.stages.speech import Detokenizer, Message, fit_messages
+from pippin.stages.speech import Answer, Message, fit_messages
 
 STAGE = "generate"
 RENDERING = frozenset({"data.chat_template", "data.format"})
@@ -39,22 +39,26 @@ class Speaker:
     context: int | None
     notify: Notify
 
-    def say(self, said: str | Sequence[Message], sampling: Sampling) -> Iterator[str]:
-        """The answer to a prompt or to a conversation, piece by piece, in whole characters.
+    def say(self, said: str | Sequence[Message], sampling: Sampling) -> Answer:
+        """The answer to a prompt or to a conversation, which comes while it is iterated over.
 
         The tokenizer's stop tokens end it, beside those of `sampling`. Raises DataError for what
         does not fit, ModelError for a conversation with a model that has no chat template.
         """
         prompt_T = self._prompt(said) if isinstance(said, str) else self._chat(said, sampling)
         sampling = self._fitted(len(prompt_T), sampling)
-        pieces = Detokenizer(self.tokenizer)
+        return Answer(
+            source=self._tokens(prompt_T, sampling),
+            tokenizer=self.tokenizer,
+            prompt_tokens=len(prompt_T),
+            limit=sampling.max_tokens,
+        )
+
+    def _tokens(self, prompt_T: Tokens, sampling: Sampling) -> Iterator[int]:
         for (token,) in self.scorer.generate([prompt_T], sampling):
             if token is None:
-                break
-            if piece := pieces.add(token):
-                yield piece
-        if piece := pieces.end():
-            yield piece
+                return
+            yield token
 
     def _prompt(self, text: str) -> Tokens:
         return render_prompt(text, self.tokenizer, self.data)

@@ -1,6 +1,7 @@
-"""Token ids to text as they come, and conversations that fit a context."""
+"""Answers as they come: token ids to text, where they end, conversations that fit a context."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pippin.errors import DataError
@@ -38,6 +39,64 @@ class Detokenizer:
 
     def _decode(self, stop: int) -> str:
         return self._tokenizer.decode(self._ids[self._start : stop], skip_special=True)
+
+
+@dataclass(kw_only=True, slots=True)
+class Answer:
+    """An answer as it comes: iterate over its pieces of text; `tokens` counts while they come.
+
+    `prompt_tokens` is what was asked, `limit` the most tokens that may be answered.
+    """
+
+    source: Iterator[int]
+    tokenizer: Tokenizer
+    prompt_tokens: int
+    limit: int
+    tokens: int = 0
+
+    def __iter__(self) -> Iterator[str]:
+        pieces = Detokenizer(self.tokenizer)
+        for token in self.source:
+            self.tokens += 1
+            if piece := pieces.add(token):
+                yield piece
+        if piece := pieces.end():
+            yield piece
+
+    @property
+    def cut(self) -> bool:
+        """Whether it ended for want of room, not because the model had said all."""
+        return self.tokens >= self.limit
+
+
+class Until:
+    """Passes text on up to the first of the stop texts, holding back what may become one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = [stop for stop in stops if stop]
+        self._held = ""
+        self.found = False
+
+    def add(self, piece: str) -> str:
+        """What may be said now; nothing any more once `found`."""
+        if self.found:
+            return ""
+        text = self._held + piece
+        places = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+        self.found = bool(places)
+        keep = min(places) if places else len(text) - self._pending(text)
+        self._held = text[keep:]
+        return text[:keep]
+
+    def end(self) -> str:
+        """What was held back and became no stop text."""
+        return "" if self.found else self._held
+
+    def _pending(self, text: str) -> int:
+        """Length of the longest end of the text that a stop text begins with."""
+        longest = max(map(len, self._stops), default=1) - 1
+        sizes = range(min(longest, len(text)), 0, -1)
+        return next((n for n in sizes if any(s.startswith(text[-n:]) for s in self._stops)), 0)
 
 
 Message = dict[str, Any]
