@@ -7,11 +7,15 @@ from tests.targets.tiny_quantized import write_folder
 from pippin.data.batches import Batch, Sample, lay_out
 from pippin.engines import load_engine
 from pippin.errors import ModelError, UsageError
+from pippin.quantizers import Grid
 from pippin.recipe import Lora, Train
 
 pytestmark = pytest.mark.jax
 
 LORA = Lora(rank=4, alpha=8)
+LINEARS = [f"self_attn.{x}_proj" for x in "qkvo"] + [
+    f"mlp.{x}_proj" for x in ("gate", "up", "down")
+]
 ROW = 160  # more than one block of queries, so that attention takes both of its ways
 
 
@@ -180,9 +184,46 @@ def test_peft_loads_what_was_trained_here(jax_engine, tiny, tmp_path):
     assert np.abs(plain - ours).max() > 1e-2
 
 
-def test_a_quantized_folder_is_dequantized(jax_engine, torch_engine, tmp_path):
-    """The same quantized folder, read by both engines."""
-    folder = write_folder(tmp_path)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_an_adapter_over_codes_equals_the_torch_engine(jax_engine, torch_engine, tmp_path, bits):
+    """Torch trains over the dequantized weights; here the layers' codes stay codes."""
+    from pippin.engines.jax.products import Codes
+
+    grid = Grid(bits=bits, group_size=32, symmetric=False)
+    folder = write_folder(tmp_path, choose=lambda _: grid)
+    train = Train(row_tokens=ROW, gradient_checkpointing=bits == 8)
+    ours, theirs = (trained(e, folder, train) for e in (jax_engine, torch_engine))
+    held = ours.frozen.params["layers"]
+    assert all(isinstance(held[f"{linear}.weight"], Codes) for linear in LINEARS)
+    for step in range(6):
+        a, b = (trainer.step([packed((60, 90), step)], 5e-3) for trainer in (ours, theirs))
+        assert a.loss_sum / a.tokens == pytest.approx(b.loss_sum / b.tokens, abs=1e-4)
+        assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-3)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 5, 6])
+def test_codes_of_every_width_are_read(bits):
+    from pippin.engines.jax.products import Codes, dense
+    from pippin.model.quantized import dequantize, pack
+
+    rng = np.random.default_rng(bits)
+    codes = rng.integers(0, 2**bits, (5, 96)).astype(np.uint8)
+    scales, biases = rng.random((2, 5, 3), np.float32)
+    held = Codes(pack(codes, bits), scales, biases)
+    found = np.asarray(dense(held, 96, "float32"))
+    np.testing.assert_allclose(found, dequantize(codes, scales, biases), rtol=1e-6)
+
+
+def test_bits_that_differ_by_layer_are_told(jax_engine, torch_engine, tmp_path):
+    """Such a linear is dequantized as it loads; for scoring all are."""
+
+    def choose(module):
+        return Grid(bits=8 if "layers.1.mlp" in module else 4, group_size=32, symmetric=True)
+
+    folder = write_folder(tmp_path, choose=choose)
+    trainer = trained(jax_engine, folder, Train(row_tokens=ROW))
+    names = ", ".join(linear for linear in LINEARS if "mlp" in linear)
+    assert trainer.notices == (f"held in float32, as bits differ by layer: {names}",)
     tokens = np.random.default_rng(4).integers(3, 60, (2, 30)).astype(np.int32)
     ours, theirs = (e.load(folder, "float32").logprobs(tokens) for e in (jax_engine, torch_engine))
     np.testing.assert_allclose(ours, theirs, atol=1e-4)
@@ -191,7 +232,7 @@ def test_a_quantized_folder_is_dequantized(jax_engine, torch_engine, tmp_path):
 @pytest.mark.parametrize("lora", [LORA, None])
 def test_bfloat16_follows_float32(jax_engine, tiny, lora):
     """Frozen weights are held as bits; masters are float32."""
-    from pippin.engines.jax.decoder import plain
+    from pippin.engines.jax.products import plain
 
     losses = {}
     for dtype in ("float32", "bfloat16"):

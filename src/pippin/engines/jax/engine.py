@@ -16,12 +16,13 @@ from pippin.engines import Sampling, Tokens, TopK, Weights
 from pippin.engines.arrays import adapted, refuse_dora
 from pippin.engines.jax import device as devices
 from pippin.engines.jax.architecture import Spec
-from pippin.engines.jax.decoder import Lora as Adapter
-from pippin.engines.jax.decoder import Net, plain
+from pippin.engines.jax.decoder import Net
 from pippin.engines.jax.generate import generate
-from pippin.engines.jax.load import load_params
+from pippin.engines.jax.load import Loaded, dequantize, load_params
 from pippin.engines.jax.lora import scaled, stack_pairs, stack_scales
 from pippin.engines.jax.moments import input_moments
+from pippin.engines.jax.products import Lora as Adapter
+from pippin.engines.jax.products import plain
 from pippin.engines.jax.score import logprobs, topk
 from pippin.engines.jax.trainable import adapter_weights, all_weights
 from pippin.engines.jax.trainer import Frozen, JaxTrainer, Settings
@@ -38,14 +39,15 @@ class JaxEngine:
     def load(self, checkpoint: Path, dtype: str, adapter: Path | None = None) -> "JaxModel":
         """A Hugging Face folder, plain or quantized in our layout, with an optional PEFT folder.
 
-        `dtype` auto is bfloat16 on an accelerator, float32 on a CPU. Quantized tensors are
-        dequantized into it. Raises ModelError for a family that the engine lacks, for a folder that
-        cannot be loaded, or an adapter of another base.
+        `dtype` auto is bfloat16 on an accelerator, float32 on a CPU. Quantized linears keep their
+        codes for training; for anything else they are dequantized into it first.
+        Raises ModelError for a family that the engine lacks, for a folder that cannot be loaded, or
+        an adapter of another base.
         """
         picked = devices.pick_dtype(dtype, self._device)
-        spec, params = load_params(checkpoint, picked, self._device)
-        lora = {} if adapter is None else _saved_adapter(spec, adapter, self._device)
-        return JaxModel(spec, Net(params, lora), self._device)
+        loaded = load_params(checkpoint, picked, self._device)
+        lora = {} if adapter is None else _saved_adapter(loaded.spec, adapter, self._device)
+        return JaxModel(loaded, lora, self._device)
 
     def device(self) -> str:
         """The device in words, e.g. `cpu (2 cores)`."""
@@ -63,8 +65,15 @@ class JaxEngine:
 class JaxModel:
     """A loaded checkpoint on its device."""
 
-    def __init__(self, spec: Spec, net: Net, device: jax.Device) -> None:
-        self.spec, self.net, self.device = spec, net, device
+    def __init__(self, loaded: Loaded, lora: Adapter, device: jax.Device) -> None:
+        self.spec, params, self.notices = loaded
+        self._net, self.device = Net(params, lora), device
+
+    @property
+    def net(self) -> Net:
+        """Weights and adapter. Codes are dequantized for good: a token alone would do it again."""
+        dequantize(self.spec, self._net.params, self.device)
+        return self._net
 
     def logprobs(self, tokens_BT: Tokens) -> NDArray[np.float32]:
         """log p(token t+1 | tokens up to t), (B, T-1). Rows are padded on the right."""
@@ -96,13 +105,16 @@ class JaxModel:
         _refuse_float8(train)
         refuse_dora("jax", weights)
         first: Any
-        params, self.net = self.net.params, Net({}, {})
+        if lora is None:
+            dequantize(self.spec, self._net.params, self.device)
+        params, self._net = self._net.params, Net({}, {})
         settings = Settings(
             train=train,
             dropout=lora.dropout if lora else 0.0,
             seed=seed,
             dtype=str(params["embed"].dtype),
             devices=tuple(jax.devices(self.device.platform)),
+            notices=self.notices,
         )
         if lora is None:
             first = jax.tree.map(plain, params)

@@ -16,20 +16,19 @@ from numpy.typing import NDArray
 
 from pippin.engines import Sampling, Tokens
 from pippin.engines.jax.architecture import Spec
+from pippin.engines.jax.attention import Attend, scores_to_values
 from pippin.engines.jax.decoder import (
-    Attend,
     Net,
     Tools,
     embed,
     facts,
     head_weight,
     layer,
-    linears,
     logits,
     norm,
     rotations,
-    scores_to_values,
 )
+from pippin.engines.jax.products import linears
 from pippin.engines.jax.rows import bucket, power_of_two
 
 TOKENS_A_CALL = 16

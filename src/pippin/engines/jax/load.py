@@ -4,9 +4,9 @@ Shape letters: L layers, V vocabulary, D hidden.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from pippin.engines.jax.architecture import Spec, read_spec
 from pippin.engines.jax.decoder import Params
 from pippin.engines.jax.device import DTYPES
+from pippin.engines.jax.products import Codes, dense
 from pippin.errors import ModelError
 from pippin.model.quantized import DenseView
 
@@ -23,8 +24,16 @@ TOP = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head"
 _DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")
 
 
-def load_params(folder: Path, dtype: str, device: jax.Device) -> tuple[Spec, Params]:
-    """The folder's decoder and its weights in `dtype`; a quantized folder is dequantized.
+class Loaded(NamedTuple):
+    """A folder's decoder and weights; `notices` tell what takes more memory than its files."""
+
+    spec: Spec
+    params: Params
+    notices: tuple[str, ...]
+
+
+def load_params(folder: Path, dtype: str, device: jax.Device) -> Loaded:
+    """The folder's decoder and its weights in `dtype`; quantized linears of its layers keep codes.
 
     Raises ModelError for a family that the engine lacks, and for tensors that are missing, left
     over or of another shape.
@@ -36,14 +45,48 @@ def load_params(folder: Path, dtype: str, device: jax.Device) -> tuple[Spec, Par
     def read(name: str) -> NDArray[Any]:
         return view.read(name).astype(DTYPES[dtype])
 
-    layers = {}
+    layers: Params = {}
+    mixed = []
     for name, shape in spec.shapes().items():
-        stacked = np.empty((spec.num_layers, *shape), DTYPES[dtype])
-        for number in range(spec.num_layers):
-            stacked[number] = read(layer_name(number, name))
-        layers[name] = hold(stacked, device)
+        full = [layer_name(number, name) for number in range(spec.num_layers)]
+        grids = {view.grids.get(n) for n in full}
+        if grids == {None} or len(grids) > 1:
+            layers[name] = hold(_stacked(full, shape, DTYPES[dtype], read), device)
+            mixed += [name.removesuffix(".weight")] * (len(grids) > 1)
+        else:
+            layers[name] = jax.device_put(_stacked_codes(view, full), device)
     top = {key: jax.device_put(read(TOP[key]), device) for key in top_shapes(spec)}
-    return spec, {**top, "layers": layers}
+    notices = (f"held in {dtype}, as bits differ by layer: {', '.join(mixed)}",) if mixed else ()
+    return Loaded(spec, {**top, "layers": layers}, notices)
+
+
+def dequantize(spec: Spec, params: Params, device: jax.Device) -> None:
+    """Put dense weights in the place of codes, a stack at a time."""
+    layers, dtype = params["layers"], params["embed"].dtype
+    for name, held in layers.items():
+        if isinstance(held, Codes):
+            inputs = spec.shapes()[name][1]
+            whole = jax.lax.map(lambda codes, n=inputs: dense(codes, n, dtype), held)
+            layers[name] = hold(np.asarray(whole), device)
+
+
+def _stacked(
+    full: list[str], shape: tuple[int, ...], dtype: Any, read: Callable[[str], NDArray[Any]]
+) -> NDArray[Any]:
+    whole = np.empty((len(full), *shape), dtype)
+    for number, name in enumerate(full):
+        whole[number] = read(name)
+    return whole
+
+
+def _stacked_codes(view: DenseView, full: list[str]) -> Any:
+    """As they are stored, (L, O, P), (L, O, G), (L, O, G)."""
+    modules = [name.removesuffix(".weight") for name in full]
+
+    def stacked(part: str) -> Any:
+        return np.stack([view.checkpoint.read(f"{module}.{part}") for module in modules])
+
+    return Codes(stacked("weight"), stacked("scales"), stacked("biases"))
 
 
 def hold(stacked: NDArray[Any], device: jax.Device) -> jax.Array:

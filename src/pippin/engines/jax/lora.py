@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pippin.engines import Weights
 from pippin.engines.arrays import adapted, find_pair
 from pippin.engines.jax.architecture import Spec
-from pippin.engines.jax.decoder import Lora
+from pippin.engines.jax.products import Lora
 from pippin.errors import ModelError
 
 # By linear within a layer: {"A": (L, R, I), "B": (L, O, R)} float32.

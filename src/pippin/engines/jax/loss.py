@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pippin.engines.jax.architecture import Spec
-from pippin.engines.jax.decoder import EXACT, exact_product, logits
+from pippin.engines.jax.decoder import logits
+from pippin.engines.jax.products import EXACT, exact_product
 
 CHUNK_BYTES = 1 << 25
 

@@ -15,20 +15,19 @@ from numpy.typing import NDArray
 
 from pippin.data.batches import Batch
 from pippin.engines.jax.architecture import Spec
+from pippin.engines.jax.attention import row_attention
 from pippin.engines.jax.decoder import (
-    EXACT,
     Net,
     Rows,
     Tools,
     embed,
     facts,
     layer,
-    linears,
     norm,
     rotations,
-    row_attention,
 )
 from pippin.engines.jax.load import layer_name
+from pippin.engines.jax.products import EXACT, linears
 from pippin.engines.jax.rows import FIELDS, bucket, padded, power_of_two
 
 HEAD = "lm_head"

@@ -16,8 +16,9 @@ from jax.sharding import Mesh
 
 from pippin.data.batches import Batch
 from pippin.engines import StepResult, Weights
-from pippin.engines.arrays import find_saved, refuse_stuck
+from pippin.engines.books import Books, scored_tokens
 from pippin.engines.jax.architecture import Spec
+from pippin.engines.jax.attention import has_cudnn
 from pippin.engines.jax.decoder import How, Net, Params, Rows, head_weight, hidden_states
 from pippin.engines.jax.lora import scaled
 from pippin.engines.jax.loss import Head, chunk_size, head_loss
@@ -59,16 +60,20 @@ class JaxTrainer:
         self.frozen, self.trainable = split_weights(mesh, frozen), trainable
         self.rule = Rule(
             spec=trainable.spec,
-            how=How(dropout=settings.dropout, remat=train.gradient_checkpointing),
+            how=How(
+                dropout=settings.dropout,
+                remat=train.gradient_checkpointing,
+                cudnn=has_cudnn(trainable.spec, settings.dtype, settings.devices[0]),
+            ),
             adam=Adam.of(train),
             full=trainable.full,
             dtype=settings.dtype,
             mesh=mesh,
         )
         self.masters = split_weights(mesh, first_masters(self.rule.adam, first))
-        self.steps, self.updates = 0, 0
-        self._unmoved = set(trainable.shapes)
-        self.notices: tuple[str, ...] = () if mesh is None else (notice(mesh),)
+        self.books = Books(trainable.shapes)
+        self._ahead: tuple[Sequence[Batch], dict[str, Any]] = ((), {})
+        self.notices = settings.notices + (() if mesh is None else (notice(mesh),))
 
     def step(
         self,
@@ -78,23 +83,21 @@ class JaxTrainer:
     ) -> StepResult:
         """One AdamW update over the micro-batches, each scored token weighing the same.
 
-        Nothing is gained by `upcoming` here.
+        The next update's arrays are laid out while the device works on this one.
         """
-        tokens = sum(batch.scored_tokens for batch in batches)
-        assert tokens > 0, "a step needs a scored token"
-        arrays = self._arrays(batches)
-        key = jax.random.fold_in(jax.random.key(self.seed), self.steps)
+        tokens = scored_tokens(batches)
+        arrays = self._ahead[1] if batches is self._ahead[0] else self._arrays(batches)
+        key = jax.random.fold_in(jax.random.key(self.seed), self.books.steps)
         figures = np.float32(tokens), np.float32(learning_rate), np.int32(len(batches))
         self.masters, loss, norm, moved = train_step(
             self.rule, self.masters, self.frozen, arrays, key, *figures
         )
-        self.steps += 1
-        loss, norm = float(loss), float(norm)
-        if np.isfinite(loss) and np.isfinite(norm):
-            self.updates += 1
-            if self._unmoved and learning_rate > 0:
-                self._check_moved(moved)
-        return StepResult(loss_sum=loss, tokens=tokens, grad_norm=norm)
+        following = upcoming()
+        self._ahead = following, self._arrays(following) if following else {}
+        result = StepResult(loss_sum=float(loss), tokens=tokens, grad_norm=float(norm))
+        if self.books.enter(result):
+            self.books.watch(learning_rate, self.trainable.moved(moved).intersection)
+        return result
 
     def loss(self, batch: Batch) -> tuple[float, int]:
         """Summed loss in nats and count of scored tokens; no gradient, dropout off."""
@@ -111,25 +114,16 @@ class JaxTrainer:
     def state(self) -> Weights:
         """Masters, moments and counters. Random choices follow from seed and step number."""
         adam = self.masters.moments[0]
-        parts = {"weights": self.masters.weights, "exp_avg": adam.mu, "exp_avg_sq": adam.nu}
-        state = {
-            f"{part}.{name}": array
-            for part, tree in parts.items()
-            for name, array in self.trainable.names(tree).items()
-        }
-        counts = {"steps": self.steps, "updates": self.updates}
-        return state | {name: np.array([count], np.int64) for name, count in counts.items()}
+        parts = self.masters.weights, adam.mu, adam.nu
+        return self.books.state([self.trainable.names(tree) for tree in parts])
 
     def restore(self, state: Weights) -> None:
         """Take up a state that `state` returned."""
-        parts = ("weights", "exp_avg", "exp_avg_sq")
-        weights, mu, nu = (self._placed(_part(state, part, self.trainable)) for part in parts)
-        self.steps, self.updates = int(state["steps"][0]), int(state["updates"][0])
+        weights, mu, nu = map(self._placed, self.books.restore(state))
         adam, rest = self.masters.moments
-        count = np.asarray(self.updates, adam.count.dtype)
+        count = np.asarray(self.books.updates, adam.count.dtype)
         adam = adam._replace(mu=mu, nu=nu, count=jax.device_put(count, adam.count.sharding))
         self.masters = Masters(weights, (adam, rest))
-        self._unmoved = self._unmoved if self.updates < 2 else set()
 
     def _placed(self, weights: Weights) -> Any:
         """Stacked like the masters, on their device."""
@@ -154,11 +148,6 @@ class JaxTrainer:
         grown = {n: np.pad(a, ((0, missing), *[(0, 0)] * (a.ndim - 1))) for n, a in arrays.items()}
         return split_rows(self.rule.mesh if rows == train.batch_rows else None, grown)
 
-    def _check_moved(self, moved: Any) -> None:
-        still = self._unmoved - self.trainable.moved(moved)
-        self._unmoved = still
-        refuse_stuck(still, self.updates, first=self.updates == 1)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
@@ -169,6 +158,7 @@ class Settings:
     seed: int
     dtype: str
     devices: tuple[jax.Device, ...]
+    notices: tuple[str, ...] = ()
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
@@ -225,10 +215,3 @@ def _cut(batch: Batch, columns: int) -> Batch:
     """Without padding that every row has on its right."""
     names = ("tokens_BT", "positions_BT", "segments_BT", "scored_BT")
     return Batch(**{name: getattr(batch, name)[:, :columns] for name in names})
-
-
-def _part(state: Weights, part: str, trainable: Trainable) -> Weights:
-    return {
-        name: find_saved(state, f"{part}.{name}", tuple(shape))
-        for name, shape in trainable.shapes.items()
-    }
