@@ -7,8 +7,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pippin.quantizers import Grid
-from pippin.quantizers.awq import POWERS, Folding, find_scale, power_scale
+from pippin.model.quantized import dequantize
+from pippin.quantizers import Grid, load_quantizer
+from pippin.quantizers.awq import POWERS, SHARES, Folding, find_scale, power_scale
 from pippin.quantizers.hessian import DAMPING, Hessian
 
 BF16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
@@ -51,6 +52,36 @@ def test_the_power_is_the_one_that_errs_least() -> None:
     wanted = size**best / np.sqrt(size.max() ** best * size.min() ** best)
     np.testing.assert_allclose(found, wanted, rtol=1e-4)
     assert errors[best] < 0.5 * errors[0]
+
+
+def test_a_range_is_cut_by_the_share_that_errs_least() -> None:
+    x, weight = _inputs(), _weight(2)
+    weight[:, ::7] *= 4  # outliers: some ranges are better cut
+    moment = (x.T @ x).astype(np.float32)
+    codes = load_quantizer("awq").quantize(weight, GRID, F32, Hessian(moment))
+    found = dequantize(codes.codes_OI, codes.scales_OG, codes.biases_OG)
+    matrix = moment / np.diag(moment).mean() + DAMPING * np.eye(INPUTS)
+    cut = 0
+    for row in range(len(weight)):
+        for start in range(0, INPUTS, GRID.group_size):
+            part = slice(start, start + GRID.group_size)
+            whole, errors = weight[row, part].astype(np.float64), []
+            for share in SHARES:
+                low, high = whole.min() * share, whole.max() * share
+                step = (high - low) / 15
+                away = np.clip(np.rint((whole - low) / step), 0, 15) * step + low - whole
+                errors.append(away @ matrix[part, part] @ away)
+            away = found[row, part] - whole
+            assert away @ matrix[part, part] @ away == pytest.approx(min(errors), rel=1e-3)
+            cut += int(np.argmin(errors)) > 0
+    assert cut > 6
+
+
+def test_inputs_over_a_scale_have_their_own_hessian() -> None:
+    x, scale = _inputs(), np.linspace(0.5, 2, INPUTS)
+    found = Hessian((x.T @ x).astype(np.float32)).of_inputs_over(scale.astype(np.float32))
+    wanted = np.square((x / scale) @ _weight(0).T.astype(np.float64)).sum()
+    assert found.output_error(_weight(0)) == pytest.approx(wanted, rel=1e-4)
 
 
 def test_rows_are_folded_where_they_lie() -> None:

@@ -21,8 +21,26 @@ QUANTIZERS = {
     "mse": "pippin.quantizers.mse",
     "rtn": "pippin.quantizers.rtn",
 }
-# Those that need a Hessian of the inputs, and what rounds a tensor that has none.
-CALIBRATED = {"awq": "rtn", "best": "mse", "gptq": "rtn"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Needs:
+    """What a method reads of a linear's inputs, besides their Hessian.
+
+    `without` rounds a tensor whose inputs nobody saw. `scaled`: inputs are scaled beforehand, see
+    stages/folding.py. `by_loss`: a token may weigh what it does to the predictions.
+    """
+
+    without: str
+    scaled: bool = False
+    by_loss: bool = False
+
+
+CALIBRATED = {
+    "awq": Needs(without="rtn", scaled=True),
+    "best": Needs(without="mse", by_loss=True),
+    "gptq": Needs(without="rtn"),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -54,6 +54,13 @@ class Hessian:
         feedback_II = (factor_II / factor_II.diagonal()).T
         return np.ascontiguousarray(feedback_II.astype(np.float32))
 
+    def of_inputs_over(self, scale_I: NDArray[np.float32]) -> "Hessian":
+        """That of the same inputs, each divided by its scale (I,)."""
+        moment_II = self.matrix_II.copy()
+        moment_II[np.diag_indices_from(moment_II)] -= np.float32(self.damping)
+        moment_II *= np.float32(self.mean)
+        return Hessian(moment_II / np.outer(scale_I, scale_I))
+
     def output_error(self, error_OI: NDArray[np.float32]) -> float:
         """||X E^T||^2 over the inputs seen, without the damping, in the moment's own units."""
         moved_OI = error_OI @ self.matrix_II

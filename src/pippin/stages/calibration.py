@@ -22,6 +22,7 @@ from pippin.model import names
 from pippin.model.config import ModelConfig
 from pippin.model.tokenizer import load_tokenizer
 from pippin.model.weights import Checkpoint, is_finite, row_chunks
+from pippin.quantizers import CALIBRATED
 from pippin.quantizers.choices import Choice
 from pippin.quantizers.hessian import Hessian
 from pippin.stages.coding import refuse_infinite
@@ -123,7 +124,7 @@ def calibrate(job: Job) -> Calibration:
     tokens = sum(len(sample.tokens) for sample in samples)
     longest = max(len(sample.tokens) for sample in samples)
     model = open_engine(recipe.model).load(folder, recipe.model.dtype)
-    asked = recipe.quantize.method == "best" and recipe.quantize.importance == "loss"
+    asked = CALIBRATED[recipe.quantize.method].by_loss and recipe.quantize.importance == "loss"
     by_loss = asked and isinstance(model, LossWeigher)
     notices = _notices(samples, tokens, recipe.quantize.calibration_tokens)
     if asked and not by_loss:

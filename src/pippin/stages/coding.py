@@ -119,8 +119,11 @@ class Coder:
             self._copy(name)
             bits = 8 * info.dtype.itemsize
             return Row(name=name, shape=info.shape, scheme="kept", bits=bits, note=choice.why)
-        known = hessian is not None or name in self.folding.inputs
-        method = self.method if known else CALIBRATED.get(self.method, self.method)
+        method = self.method
+        if method in CALIBRATED and hessian is None:
+            method = CALIBRATED[method].without
+        if hessian is not None and name in self.folding.inputs:
+            hessian = hessian.of_inputs_over(self.folding.inputs[name])
         error = Error(hessian)
         self._write_codes(name, choice.grid, method, error)
         scheme = "symmetric" if choice.grid.symmetric else "affine"

@@ -53,7 +53,7 @@ def quantize(job: Job) -> Iterator[Event]:
         choices, summary["budget"] = budget.choices, budget.report
         yield Notice(stage=STAGE, text=budget.text)
     folding = Folding()
-    if work.calibration and settings.method == "awq":
+    if work.calibration and CALIBRATED[settings.method].scaled:
         folding = fold(work.calibration, choices, work.parts, config)
         yield Notice(stage=STAGE, text=f"inputs of {len(folding.inputs)} linears are scaled")
     with artifact.writing(job.folder, job.origin, summary) as folder:
@@ -126,10 +126,8 @@ def _write_all(
     """Every tensor; those without a Hessian first, the others layer by layer."""
     asked = {name for part in work.parts for name in part}
     for name, choice in choices.items():
-        if name not in asked or coder.method == "awq":  # its scales hold what was read of inputs
+        if name not in asked:
             yield coder.write(name, choice, None)
-    if coder.method == "awq":
-        return
     found = [n for n, (row, _) in done.found.items() if row.bits == _bits(choices[n])]
     if found:
         yield Notice(stage=STAGE, text=f"{len(found)} tensors were finished before")
@@ -167,7 +165,7 @@ def _bits(choice: Choice) -> int | None:
 
 def _unseen(modules: list[str], method: str) -> str:
     more = f" and {len(modules) - 1} more" if len(modules) > 1 else ""
-    return f"{modules[0]}{more}: no inputs seen, rounded with {CALIBRATED[method]}"
+    return f"{modules[0]}{more}: no inputs seen, rounded with {CALIBRATED[method].without}"
 
 
 def _notices(choices: dict[str, Choice], checkpoint: Checkpoint) -> Iterator[str]:
