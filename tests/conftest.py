@@ -38,6 +38,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2Config", {}),
     "qwen3": ("Qwen3Config", {}),
     "mistral": ("MistralConfig", {"sliding_window": 4}),
+    "gemma": ("GemmaConfig", {}),
     "gemma2": (
         "Gemma2Config",
         {**_GEMMA, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0},

@@ -20,6 +20,7 @@ FAMILIES = (
     "qwen2",
     "qwen3",
     "mistral",
+    "gemma",
     "gemma2",
     "gemma3",
 )

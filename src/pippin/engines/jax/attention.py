@@ -14,7 +14,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from pippin.engines.jax.architecture import Spec
-from pippin.engines.jax.products import EXACT, exact_product
+from pippin.engines.jax.products import exact_product
 
 Attend: TypeAlias = Callable[[Array, Array, Array], Array]
 
@@ -97,7 +97,8 @@ def saves(primitive: Any, *_: Any, **parameters: Any) -> bool:
 def scores_to_values(spec: Spec, q: Array, k: Array, v: Array, seen_BTS: Array) -> Array:
     """(B, T, H, C) x (B, S, K, C) -> (B, T, H, C); softmax in float32 over what is seen.
 
-    The queries of a kv head are the rows of one product.
+    The queries of a kv head are the rows of one product. Weights are rounded before they are
+    divided by their sum, as flash kernels do it.
     """
     (b, t, _, c), s, kv = q.shape, k.shape[1], spec.num_kv_heads
     grouped = q.reshape(b, t, kv, -1, c).transpose(0, 2, 3, 1, 4).reshape(b, kv, -1, c)
@@ -106,8 +107,10 @@ def scores_to_values(spec: Spec, q: Array, k: Array, v: Array, seen_BTS: Array) 
     if spec.softcap is not None:
         scores = spec.softcap * jnp.tanh(scores / spec.softcap)
     scores = jnp.where(seen_BTS[:, None, None], scores, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores, -1).astype(v.dtype).reshape(b, kv, -1, s)
-    out = jnp.matmul(weights, values, precision=EXACT).reshape(b, kv, -1, t, c)
+    weights = jnp.exp(scores - lax.stop_gradient(scores.max(-1, keepdims=True)))
+    sums = weights.sum(-1, keepdims=True)
+    out = exact_product(weights.astype(v.dtype).reshape(b, kv, -1, s), values)
+    out = (out.reshape(b, kv, -1, t, c) / sums).astype(q.dtype)
     return out.transpose(0, 3, 1, 2, 4).reshape(q.shape)
 
 

@@ -109,7 +109,8 @@ def layer(spec: Spec, weights: Params, x_BTD: Array, tools: Tools) -> Array:
     before = "pre_feedforward" if spec.post_norms else "post_attention"
     h_BTD = norm(spec, x_BTD, weights[f"{before}_layernorm.weight"])
     activate = jax.nn.silu if spec.activation == "silu" else jax.nn.gelu
-    wide_BTF = activate(project("mlp.gate_proj", h_BTD)) * project("mlp.up_proj", h_BTD)
+    gate_BTF = activate(project("mlp.gate_proj", h_BTD).astype(jnp.float32)).astype(h_BTD.dtype)
+    wide_BTF = gate_BTF * project("mlp.up_proj", h_BTD)
     y_BTD = project("mlp.down_proj", wide_BTF)
     if spec.post_norms:
         y_BTD = norm(spec, y_BTD, weights["post_feedforward_layernorm.weight"])

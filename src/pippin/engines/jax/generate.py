@@ -28,7 +28,7 @@ from pippin.engines.jax.decoder import (
     norm,
     rotations,
 )
-from pippin.engines.jax.products import linears
+from pippin.engines.jax.products import ROUNDS, linears
 from pippin.engines.jax.rows import bucket, power_of_two
 
 TOKENS_A_CALL = 16
@@ -88,7 +88,7 @@ def _stop_tokens(sampling: Sampling) -> NDArray[np.int32]:
     return np.array(stop + [-1] * (-len(stop) % 8 or 8 * (not stop)), np.int32)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
+@partial(jax.jit, static_argnums=(0, 1), compiler_options=ROUNDS)
 def _prefill(spec: Spec, slots: int, net: Net, *arrays: Any) -> State:
     tokens_BP, start_B, ended_B = arrays
     rows = tokens_BP.shape[0]
@@ -99,7 +99,7 @@ def _prefill(spec: Spec, slots: int, net: Net, *arrays: Any) -> State:
     return _forward(spec, net, state, tokens_BP)
 
 
-@partial(jax.jit, static_argnums=0, donate_argnums=2)
+@partial(jax.jit, static_argnums=0, donate_argnums=2, compiler_options=ROUNDS)
 def _decode(how: tuple[Spec, bool], net: Net, state: State, *arrays: Any) -> tuple[Array, State]:
     """(N, B) tokens, -1 for a row that has ended, and the state after them."""
     spec, samples = how

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 EXACT = lax.Precision.HIGHEST  # float32 products stay float32 on hardware that would round them
+# XLA may leave out roundings to bfloat16 between operators; PyTorch rounds after each of them.
+ROUNDS = {"xla_allow_excess_precision": False}
 
 # By linear within a layer: A (L, R, I) and B (L, O, R), B already scaled.
 Lora: TypeAlias = dict[str, tuple[Array, Array]]
