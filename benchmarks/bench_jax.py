@@ -1,9 +1,10 @@
-"""The JAX engine on a CPU: compiling a train step, training beside torch, decoding beside HF.
+"""The JAX engine on a CPU: compiling a step, training beside torch, codes too, decoding beside HF.
 
 Every side runs in a process of its own on one core, so CPU-seconds compare. Training takes packed
 rows of 512 tokens in eight samples; decoding is greedy, one row, after a prompt of 40 tokens.
 """
 
+import argparse
 import json
 import os
 import subprocess
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 
 import common
-from bench_train import fetch
+from bench_decode import make_models
 from pippin import recipe
 from pippin.data.batches import Sample, lay_out
 from pippin.engines import Sampling, load_engine
@@ -32,15 +33,15 @@ def main() -> None:
     """Run every side in its own process, then print the rows."""
     parser = common.arguments(__doc__ or "")
     parser.add_argument("--side", choices=SIDES, help="run one side alone, in this process")
-    parser.add_argument("--model", type=Path, help="model folder; the built-in one by default")
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-        print(json.dumps(SIDES[options.side](options.model)))
+        print(json.dumps(SIDES[options.side](options.folder)))
         return
     with tempfile.TemporaryDirectory() as scratch:
-        folder = options.model or fetch(Path(scratch))
-        results = {side: in_own_process(side, folder) for side in SIDES}
+        make_models(Path(scratch))
+        results = {side: in_own_process(side, Path(scratch)) for side in SIDES}
     common.report(rows_of(results), options.save)
 
 
@@ -83,12 +84,35 @@ def rows_of(results: dict[str, dict[str, Any]]) -> list[common.Row]:
             peers={"transformers eager": round(theirs["rate"], 2)},
             notes={"same tokens": ours["tokens"] == theirs["tokens"]},
         ),
+        codes_row(results),
     ]
+
+
+def codes_row(results: dict[str, dict[str, Any]]) -> common.Row:
+    """Training an adapter over 4-bit codes, beside the same weights dequantized beforehand."""
+    codes, dense, torch = (results[f"train {x}"] for x in ("codes", "dense", "codes in torch"))
+    return common.Row(
+        name="jax-codes-memory",
+        value=codes["peak"] >> 20,
+        unit="MiB, peak of the process, float32 LoRA step over 4-bit layers",
+        better="lower",
+        peers={"over dense weights": dense["peak"] >> 20, "torch engine": torch["peak"] >> 20},
+        notes={
+            "CPU-seconds a step": {
+                name: round(result["cpu_s"], 2)
+                for name, result in results.items()
+                if name.startswith("train")
+            },
+            "largest difference of a loss to torch": max(
+                abs(a - b) for a, b in zip(codes["losses"], torch["losses"], strict=True)
+            ),
+        },
+    )
 
 
 def in_own_process(side: str, folder: Path) -> dict[str, Any]:
     """Its figures are the last line it prints."""
-    command = [sys.executable, __file__, "--side", side, "--model", str(folder)]
+    command = [sys.executable, __file__, "--side", side, "--folder", str(folder)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
@@ -122,7 +146,7 @@ def train(name: str, folder: Path) -> dict[str, Any]:
 
 def decode_jax(folder: Path) -> dict[str, Any]:
     """Greedy tokens a CPU-second, compilation and prompt left out."""
-    model = load_engine("jax", "cpu").load(folder, "float32")
+    model = load_engine("jax", "cpu").load(folder / "model", "float32")
     sampling = Sampling(max_tokens=TOKENS)
     list(model.generate([prompt()], sampling))
     tokens, clocks = [], []
@@ -138,7 +162,7 @@ def decode_transformers(folder: Path) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)
-    network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    network = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     tokens, cache, clocks = [], None, []
     read = torch.from_numpy(prompt()[None]).long()
     with torch.inference_mode():
@@ -209,8 +233,11 @@ def compile_step(_: Path) -> dict[str, Any]:
 
 
 SIDES = {
-    "train jax": lambda folder: train("jax", folder),
-    "train torch": lambda folder: train("torch", folder),
+    "train jax": lambda folder: train("jax", folder / "model"),
+    "train torch": lambda folder: train("torch", folder / "model"),
+    "train codes": lambda folder: train("jax", folder / "codes"),
+    "train dense": lambda folder: train("jax", folder / "dense"),
+    "train codes in torch": lambda folder: train("torch", folder / "codes"),
     "decode jax": decode_jax,
     "decode transformers": decode_transformers,
     "compile": compile_step,
