@@ -1,10 +1,12 @@
 """The arithmetic of memory against figures counted by hand, by transformers, and by a training."""
 
+from dataclasses import replace
+
 import pytest
 
 from pippin import memory
-from pippin.memory import TrainShape
 from pippin.model.config import parse_config
+from pippin.train_memory import TrainShape, train_bytes
 
 SMOL = {
     "architectures": ["LlamaForCausalLM"],
@@ -64,21 +66,63 @@ def test_checkpointing_keeps_the_inputs_of_layers():
     assert spared < whole / 8
 
 
+def adapter_of_all(**changed):
+    asked = TrainShape(
+        device="cpu",
+        tokens=512,
+        longest=512,
+        itemsize=2,
+        trained=1_000_000,
+        checkpointing=False,
+        adapted=frozenset(memory.LINEARS),
+        rank=16,
+    )
+    return replace(asked, **changed)
+
+
 def test_training_an_adapter_by_hand():
-    train = TrainShape(tokens=512, itemsize=2, trained=1_000_000, lora=True, checkpointing=False)
-    need = memory.train_bytes(config(SMOL), train)
+    need = train_bytes(config(SMOL), adapter_of_all())
     assert need.weights == 2 * 134_515_008
-    assert (need.adapter, need.gradients, need.moments) == (4_000_000, 4_000_000, 8_000_000)
-    # a chunk of 64 MiB in float32, the same in two bytes, gradients of the hidden states
-    assert need.loss == 2**26 + 2**25 + 512 * 2 * 576
-    assert need.total == sum(getattr(need, part) for part in need.__slots__)
+    assert (need.masters, need.gradients, need.moments) == (4_000_000, 4_000_000, 8_000_000)
+    # a chunk of 32 MiB in two bytes, four tensors of hidden states
+    assert need.at_loss == 2**25 + 4 * 512 * 2 * 576
+    # norms 4D, attention 2Q + 2K, feed-forward 3F, seven narrow products, eleven figures in float32
+    layer = 512 * (2 * (4 * 576 + 2 * 576 + 2 * 192 + 3 * 1536 + 7 * 16) + 4 * 11)
+    assert need.kept == 30 * layer + 2 * 1_000_000 + 4_000_000
+    assert need.total == need.weights + 12_000_000 + need.kept + max(need.at_loss, need.in_backward)
+
+
+def test_checkpointing_keeps_one_layer_and_inputs():
+    whole, spared = (
+        train_bytes(config(SMOL), adapter_of_all(checkpointing=on)) for on in (False, True)
+    )
+    assert spared.kept == 30 * 512 * 2 * 576 + 2 * 1_000_000 + 4_000_000
+    assert spared.in_backward > whole.in_backward
+    assert spared.total < whole.total
 
 
 def test_full_fine_tuning_needs_sixteen_bytes_a_weight_in_float32():
     trained = memory.parameters(config(SMOL))
-    train = TrainShape(tokens=1, itemsize=4, trained=trained, lora=False, checkpointing=False)
-    need = memory.train_bytes(config(SMOL), train)
-    assert need.weights + need.adapter + need.gradients + need.moments == 16 * trained
+    full = adapter_of_all(tokens=1, itemsize=4, trained=trained, adapted=frozenset())
+    need = train_bytes(config(SMOL), full)
+    assert need.weights + need.masters + need.gradients + need.moments == 16 * trained
+
+
+def test_attention_on_mps_keeps_its_weights():
+    """PyTorch has no backward of its fused attention there: float32 weights of every head."""
+    short, long = (
+        train_bytes(config(SMOL), adapter_of_all(device="mps", longest=length)).kept
+        for length in (256, 512)
+    )
+    assert long - short == 30 * 512 * 9 * 256 * 4
+
+
+def test_layers_by_hand_stand_in_frames():
+    need = train_bytes(config(SMOL), adapter_of_all(device="cuda"))
+    # rows of multiples of 64 elements: 576 + 48, 576 + 16, 576 + 32, 1536 + 16
+    layer = (960 + 48) * 640 + (576 + 16) * 640 + (3072 + 32) * 640 + (576 + 16) * 1600
+    rest = 49152 * 576 + 30 * 2 * 576 + 576
+    assert need.weights == 2 * (30 * layer + rest)
 
 
 def test_loss_does_not_grow_with_the_batch():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pippin import memory
 from pippin.machine import Machine
-from pippin.memory import DTYPE_BYTES, TrainShape
+from pippin.memory import DTYPE_BYTES
 from pippin.model.adapter import adapted_linears
 from pippin.model.config import ModelConfig, parse_config, read_config
 from pippin.model.gguf_file import make_config, open_gguf
@@ -15,11 +15,14 @@ from pippin.model.weights import Checkpoint
 from pippin.quantizers import CALIBRATED
 from pippin.recipe import Recipe
 from pippin.steps import Step
+from pippin.train_memory import PACKED_GROUPS, TrainBytes, TrainShape, train_bytes
 
 # Resident after the framework and transformers are imported, before any tensor.
 FRAMEWORK = 400_000_000
-# Freed blocks of many sizes that the C library keeps while it trains; none on an accelerator.
-HEAP = 500_000_000
+# Besides the tensors of training, by device: (a share of those that come and go, bytes): blocks
+# that an allocator cannot use again and what libraries hold. benchmarks/bench_forecast.py --fit
+# measures them.
+SLACK = {"cpu": (0.05, 470_000_000), "cuda": (0.0, 70_000_000), "mps": (0.05, 0)}
 # What the evaluation before it leaves resident when one process does the whole run; read off runs
 # of the SQL recipe, where training alone peaks that much lower.
 LEFT_BEHIND = 450_000_000
@@ -46,30 +49,35 @@ class Need:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """A model as the arithmetic sees it. `linears` are (inputs, outputs) of the adapted ones."""
+    """A model as the arithmetic sees it.
+
+    `linears` are (inputs, outputs) of the adapted ones, `adapted` their last names.
+    """
 
     config: ModelConfig
     linears: tuple[tuple[int, int], ...]
+    adapted: frozenset[str]
 
 
 def look(recipe: Recipe, model: Path) -> Facts | None:
     """The model's shape, from its folder or its GGUF file; None while it is only on the hub."""
     if (model / "config.json").is_file():
         linears = adapted_linears(Checkpoint(model), recipe.lora)
-        return Facts(config=read_config(model), linears=tuple(linears.values()))
+        last = frozenset(name.rpartition(".")[2] for name in linears)
+        return Facts(config=read_config(model), linears=tuple(linears.values()), adapted=last)
     place = locate(recipe.model, recipe.folder).location
     if not isinstance(place, Path):
         return None
     config = parse_config(make_config(open_gguf(place)), place)
-    return Facts(config=config, linears=_guess_linears(config, recipe.lora.targets))
+    adapted = _guess_adapted(config, recipe.lora.targets)
+    linears = tuple(memory.linear_shapes(config)[name] for name in adapted) * config.num_layers
+    return Facts(config=config, linears=linears, adapted=frozenset(adapted))
 
 
-def _guess_linears(config: ModelConfig, targets: Sequence[str]) -> tuple[tuple[int, int], ...]:
+def _guess_adapted(config: ModelConfig, targets: Sequence[str]) -> list[str]:
     """Before the tensors' names are there: the Llama family's; a pattern counts as all."""
-    shapes = memory.linear_shapes(config)
-    named = [shapes[t] for t in targets if t in shapes]
-    whole = any(t not in shapes for t in targets)
-    return tuple(shapes.values() if whole else named) * config.num_layers
+    names = list(memory.linear_shapes(config))
+    return [t for t in targets if t in names] if set(targets) <= set(names) else names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,23 +132,46 @@ class Forecast:
         return Need(memory=largest, disk=2 * memory.parameters(self.facts.config))
 
     def train(self) -> Need:
-        """Weights, adapter, optimizer, activations; checkpoints hold masters and both moments."""
-        train, config = self.recipe.train, self.facts.config
-        shape = TrainShape(
-            tokens=train.row_tokens * train.batch_rows,
-            itemsize=self.itemsize,
-            trained=self.trained,
-            lora=train.method == "lora",
-            checkpointing=train.gradient_checkpointing,
-            gained=sum(o for _, o in self.facts.linears) if self.recipe.lora.dora else 0,
-        )
-        heap = HEAP + LEFT_BEHIND if self.overhead else 0
+        """The peak of the process, or of the device; checkpoints hold masters and both moments."""
+        train = self.recipe.train
         kept = 12 * self.trained * (train.keep_checkpoints if train.checkpoint_every else 0)
         return Need(
-            memory=memory.train_bytes(config, shape).total + self.overhead + heap,
+            memory=self.train_peak(),
             disk=(4 if train.method == "lora" else 2) * self.trained + kept,
             seconds=self._train_seconds(),
         )
+
+    def train_peak(self) -> int:
+        """Tensors, what the framework holds besides them, and what the allocator cannot reuse."""
+        tensors = self.train_bytes()
+        share, fixed = SLACK[self.device]
+        return tensors.total + int(share * tensors.high) + fixed
+
+    def train_bytes(self) -> TrainBytes:
+        """Where the tensors of training go."""
+        train, lora, config = self.recipe.train, self.recipe.lora, self.facts.config
+        full = train.method == "full"
+        shape = TrainShape(
+            device=self.device,
+            tokens=train.row_tokens * train.batch_rows,
+            longest=min(train.row_tokens, self.recipe.data.max_seq_len),
+            itemsize=self.itemsize,
+            trained=self.trained,
+            checkpointing=train.gradient_checkpointing,
+            adapted=frozenset() if full else self.facts.adapted,
+            rank=lora.rank,
+            gained=sum(o for _, o in self.facts.linears) if lora.dora and not full else 0,
+            packed=self._packed(),
+            accumulates=train.accumulate > 1,
+        )
+        return train_bytes(config, shape)
+
+    def _packed(self) -> int:
+        """The group of 4-bit codes that PyTorch keeps on a CPU in bfloat16; 0 for dense weights."""
+        asked = self.facts.config.quantization or {}
+        group = asked.get("group_size", 0)
+        here = (self.recipe.model.engine, self.device, self.itemsize) == ("torch", "cpu", 2)
+        return group if here and asked.get("bits") == 4 and group in PACKED_GROUPS else 0
 
     def _train_seconds(self) -> float | None:
         """4N operations a token for an adapter, 6N for all; 2N more to recompute."""

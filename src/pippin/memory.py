@@ -6,7 +6,6 @@ n tokens computed at once, b bytes of an element.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Protocol
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -34,47 +33,6 @@ class Shape(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def tied_embeddings(self) -> bool: ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainBytes:
-    """Where training's memory goes."""
-
-    weights: int
-    adapter: int
-    gradients: int
-    moments: int
-    activations: int
-    loss: int
-
-    @property
-    def total(self) -> int:
-        """All of it at once: the moment before the backward pass lets go of activations."""
-        return (
-            self.weights
-            + self.adapter
-            + self.gradients
-            + self.moments
-            + self.activations
-            + self.loss
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainShape:
-    """What a training step computes: `tokens` at once, elements of `itemsize` bytes.
-
-    `trained` counts trainable parameters. `lora` tells an adapter, whose masters stand beside the
-    frozen weights, from full fine-tuning, whose float32 weights are the masters. `gained` counts
-    the outputs, in all layers, that DoRA rescales.
-    """
-
-    tokens: int
-    itemsize: int
-    trained: int
-    lora: bool
-    checkpointing: bool
-    gained: int = 0
 
 
 def linear_shapes(shape: Shape) -> dict[str, tuple[int, int]]:
@@ -131,26 +89,6 @@ def loss_bytes(shape: Shape, tokens: int, itemsize: int) -> int:
     return chunk + chunk * itemsize // 4 + tokens * itemsize * shape.hidden_size
 
 
-def train_bytes(shape: Shape, train: TrainShape) -> TrainBytes:
-    """LoRA: frozen weights in b bytes, adapter masters, gradients and two moments in float32.
-
-    Full: weights in b bytes with a float32 master where b < 4, gradients in b, two moments of 4.
-    DoRA keeps its outputs before they are rescaled, n b for each, of one layer when checkpointing.
-    """
-    trained, b = train.trained, train.itemsize
-    masters = 4 * trained if train.lora or b < 4 else 0
-    gained = train.gained // (shape.num_layers if train.checkpointing else 1)
-    return TrainBytes(
-        weights=parameters(shape) * b,
-        adapter=masters,
-        gradients=trained * (4 if train.lora else b),
-        moments=8 * trained,
-        activations=activations(shape, train.tokens, b, train.checkpointing)
-        + train.tokens * b * gained,
-        loss=loss_bytes(shape, train.tokens, b),
-    )
-
-
 def cache_bytes(shape: Shape, rows: int, tokens: int, itemsize: int) -> int:
     """Keys and values of `rows` conversations of `tokens`: 2 L rows tokens KC b."""
     kv = shape.num_kv_heads * shape.head_dim
@@ -168,10 +106,14 @@ def evaluate_bytes(shape: Shape, rows: int, tokens: int, itemsize: int) -> int:
     return weights + layer + 2 * chunk + cache_bytes(shape, rows, tokens, itemsize)
 
 
+def largest_linear(shape: Shape) -> int:
+    """Elements of the largest linear's matrix."""
+    return max(i * o for i, o in linear_shapes(shape).values())
+
+
 def largest_tensor(shape: Shape) -> int:
     """Elements of the largest matrix: the embedding, or a linear."""
-    linears = max(i * o for i, o in linear_shapes(shape).values())
-    return max(shape.vocab_size * shape.hidden_size, linears)
+    return max(shape.vocab_size * shape.hidden_size, largest_linear(shape))
 
 
 def merge_bytes(shape: Shape, itemsize: int) -> int:

@@ -1,8 +1,12 @@
 """The machine as engines that compute on its CPU tell it."""
 
+import ctypes
 import os
 import resource
 import sys
+
+M_MMAP_THRESHOLD = -3  # of mallopt, malloc.h
+LARGE = 4 << 20  # bytes; smaller ones cost 6 to 10 % of a step's time, larger ones save no memory
 
 
 def cores() -> int:
@@ -14,3 +18,15 @@ def peak_resident() -> int:
     """Bytes: the process's peak resident set."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def steady_heap() -> None:
+    """Give blocks of `LARGE` bytes and more back to the system when they are freed.
+
+    glibc by itself keeps blocks of up to 32 MiB in a heap that frays as the lengths of batches
+    vary: a training of 0.8 GB grew to 0.94 or 1.04 GB. Elsewhere nothing is changed.
+    """
+    if sys.platform == "linux" and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+        if mallopt is not None:
+            mallopt(M_MMAP_THRESHOLD, LARGE)

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from pippin.data.batches import Batch
 from pippin.engines import Sampling, Tokens, TopK, Weights
 from pippin.engines.arrays import adapted
+from pippin.engines.host import steady_heap
 from pippin.engines.torch import device as devices
 from pippin.engines.torch.body import find_head
 from pippin.engines.torch.fisher import loss_moments
@@ -36,6 +37,8 @@ class TorchEngine:
     def __init__(self, device: torch.device, remote_code: bool = False) -> None:
         self._device = device
         self._remote_code = remote_code
+        if device.type == "cpu":
+            steady_heap()
 
     def load(self, checkpoint: Path, dtype: str, adapter: Path | None = None) -> "TorchModel":
         """A Hugging Face folder, plain or quantized in our layout, with an optional PEFT folder.
