@@ -85,15 +85,29 @@ def _files(name: str) -> dict[str, str]:
             "target": "executorch",
             "context": 512,
             "delegation": {
+                "delegate": "xnnpack",
                 "subgraphs": 61,
-                "delegated": {"linear": 211, "mul": 90, "add": 60, "silu": 30},
-                "undelegated": {"llama.custom_sdpa": 30},
                 "flops_share": 0.9712,
+                "operators": [
+                    _operator("aten.linear", 211, 0, 0.9712, ""),
+                    _operator("llama.custom_sdpa", 0, 30, 0.0288, "its own"),
+                    _operator("aten.mul.Tensor", 90, 0, 0.0, ""),
+                ],
             },
             "check": {"max_difference": 0.0123456, "top1": 1.0, "tokens": 64},
         }
         return {"deploy.json": json.dumps(said), "model.pte": "x" * 1000}
     return {}
+
+
+def _operator(name: str, delegated: int, left: int, share: float, why: str) -> dict[str, object]:
+    return {
+        "operator": name,
+        "delegated": delegated,
+        "left": left,
+        "share": share,
+        "why": why,
+    }
 
 
 def _stage(folder: Path, inputs: dict[str, str], files: dict[str, str]) -> None:
@@ -296,8 +310,9 @@ def test_small_figures_are_not_rounded_to_nothing(tmp_path):
 
 def test_a_bundle_is_described(tmp_path):
     text = re.sub(r"\s+", " ", "|".join(read_page(make_run(tmp_path))[1].text))
-    assert "delegated|391 (linear 211, mul 90, add 60, ...)" in text
-    assert "undelegated|30 (llama.custom_sdpa 30)" in text
-    assert "flops share|97.1%" in text
+    assert "xnnpack computes 97.1% of the arithmetic, in 61 pieces" in text
+    assert "aten.linear|211|0|97.1%" in text
+    assert "llama.custom_sdpa|0|30|2.9%|its own" in text
+    assert "aten.mul.Tensor|90|0|\u2013" in text
     assert "max difference|0.01235" in text
     assert "model.pte|1 kB" in text

@@ -156,6 +156,7 @@ def deploy(asked: Asked, redo: tuple[str, ...], targets: str | None) -> None:
         override = f"deploy.targets=[{names}]"
         asked = replace(asked, overrides=(*asked.overrides, override))
     _walk(asked, "deploy", redo)
+    _partitions(asked.plan(), asked.console())
 
 
 @_recipe_command("quantize", _REDO, _COMPARE)
@@ -193,6 +194,16 @@ def _results(plan: "Plan", console: "Console") -> None:
 
     rows = summary_table(plan.folder, plan.recipe.gates)
     console.results(rows, answers_table(plan.folder), str(plan.folder / REPORT))
+
+
+def _partitions(plan: "Plan", console: "Console") -> None:
+    from pippin.report.table import partition_line, partition_table, read_json
+    from pippin.targets.bundle import DESCRIPTION
+
+    for target in plan.recipe.deploy.targets:
+        said = read_json(plan.folder / f"deploy-{target}" / DESCRIPTION)
+        if rows := partition_table(said):
+            console.partition(rows, f"{target}: {partition_line(said)}")
 
 
 @_recipe_command("report")

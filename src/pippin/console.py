@@ -116,6 +116,13 @@ class Console:
             self.out.print(tables.answers(prompts))
         self.text(f"report: {report}")
 
+    def partition(self, rows: list[dict[str, str]], line: str) -> None:
+        """What a delegate took of a program; `rows` and `line` as the report has them."""
+        if self.mode == "json":
+            self.json({"event": "partition", "rows": rows, "line": line})
+            return
+        self.out.print(tables.partition(rows, line))
+
     def comparison(self, rows: list[dict[str, Any]]) -> None:
         """Ways to quantize side by side; `rows` as compare.comparison gives them."""
         if self.mode == "json":

@@ -21,7 +21,9 @@ Schedule: TypeAlias = Literal["cosine", "linear", "constant"]
 QuantizerName: TypeAlias = Literal["awq", "best", "gptq", "hqq", "mse", "rtn"]
 Scheme: TypeAlias = Literal["symmetric", "affine"]
 Importance: TypeAlias = Literal["loss", "inputs"]
-TargetName: TypeAlias = Literal["coreai", "coreml", "executorch", "gguf", "hf", "mlx"]
+TargetName: TypeAlias = Literal[
+    "coreai", "coreml", "executorch", "executorch-mlx", "gguf", "hf", "mlx"
+]
 
 # What bits are shared out under: at most one of these keys of [quantize].
 BUDGETS = ("target_bits", "max_size", "max_kl")

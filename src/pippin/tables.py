@@ -11,6 +11,7 @@ from rich.text import Text
 
 from pippin.figures import bytes_text, count_text, duration_text, share_text
 from pippin.plan import Plan
+from pippin.report.table import NONE, PARTITION
 from pippin.steps import Step
 
 UNKNOWN = "?"
@@ -69,6 +70,22 @@ def comparison(rows: list[dict[str, Any]]) -> Group:
         )
     caption = "method-bits. KL (nats) and top-1: against the model before. bits: all counted."
     return Group(table, Text(f"{caption}\n", style="dim"))
+
+
+def partition(rows: list[dict[str, str]], line: str) -> Group:
+    """Operators inside and outside a delegate; `rows` and `line` as the report has them.
+
+    Those that multiply, and those that stayed outside; the report has all.
+    """
+    table = _table()
+    for key, heading in PARTITION.items():
+        table.add_column(heading, justify="left" if key in ("operator", "why") else "right")
+    shown = [row for row in rows if row["share"] != NONE or row["left"] != "0"]
+    for row in shown:
+        table.add_row(*(Text(row[key]) for key in PARTITION))
+    others = sum(int(row["delegated"]) for row in rows if row not in shown)
+    more = f"; {others} more nodes inside multiply no matrices" if others else ""
+    return Group(table, Text(f"{line}{more}.\n", style="dim"))
 
 
 def short_names(stages: list[str]) -> dict[str, str]:

@@ -54,9 +54,13 @@ def test_the_bundle_describes_itself(bundle):
 def test_every_linear_is_in_one_of_few_subgraphs(bundle):
     found = json.loads((bundle / "deploy.json").read_text())["delegation"]
     assert found["subgraphs"] <= 2 + 2
-    assert found["delegated"]["aten.linear"] >= 2 * 7 + 1
-    assert not [name for name in found["undelegated"] if "linear" in name or "mul" in name]
+    rows = {row["operator"]: row for row in found["operators"]}
+    assert rows["aten.linear"]["delegated"] >= 2 * 7 + 1
+    assert not [name for name, row in rows.items() if "linear" in name and row["left"]]
+    assert rows["llama.custom_sdpa"]["left"] == 2
+    assert all(row["why"] for row in rows.values() if row["left"])
     assert 0.5 < found["flops_share"] < 1
+    assert sum(row["share"] for row in rows.values()) == pytest.approx(1)
 
 
 def test_the_runner_finds_its_constants(bundle):

@@ -13,7 +13,10 @@ from pippin.recipe import Recipe
 from pippin.report.charts import Chart, line_chart
 from pippin.report.table import (
     COLUMNS,
+    PARTITION,
     answers_table,
+    partition_line,
+    partition_table,
     read_all_scores,
     read_json,
     summary_table,
@@ -44,6 +47,7 @@ def write_report(run_folder: Path, title: str, recipe: Recipe) -> Path:
         head=headline(found),
         verdicts=found,
         columns=COLUMNS,
+        partition=PARTITION,
         rows=summary_table(run_folder, recipe.gates),
         topk=next((s["topk"] for s in scores.values() if "topk" in s), None),
         prompts=answers_table(run_folder),
@@ -146,26 +150,22 @@ def _bundle(path: Path) -> dict[str, Any]:
     facts = {k: v for k, v in said.items() if isinstance(v, str | int | float)}
     lists = {
         "Files": {file.name: bytes_text(file.stat().st_size) for file in files},
-        "Delegation": said.get("delegation"),
         "Checked against the quantized model": said.get("check"),
         "Facts": {k: v for k, v in facts.items() if k not in ("parent", "size_bytes")},
     }
     shown = {head: _facts(found) for head, found in lists.items() if isinstance(found, dict)}
-    return {"name": path.parent.name, "lists": shown}
+    operators = partition_table(said)
+    line = partition_line(said) if operators else ""
+    return {"name": path.parent.name, "lists": shown, "operators": operators, "line": line}
 
 
 def _facts(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """Values as text; counts by name become their sum and the largest three."""
     return [(name.replace("_", " "), _fact(name, value)) for name, value in found.items()]
 
 
 def _fact(name: str, value: Any) -> str:
-    if isinstance(value, dict):
-        largest = sorted(value, key=lambda key: -value[key])[:3]
-        few = ", ".join(f"{key} {value[key]}" for key in largest)
-        return f"{sum(value.values())} ({few}{', ...' if len(value) > 3 else ''})"
     if isinstance(value, float):
-        return f"{100 * value:.1f}%" if name.endswith(("share", "top1")) else f"{value:.4g}"
+        return f"{100 * value:.1f}%" if name.endswith("top1") else f"{value:.4g}"
     return str(value)
 
 

@@ -21,6 +21,14 @@ _FIGURES = {
     "bits_per_weight": ("bits/weight", 2, ""),
     "gain_kept": ("gain kept", 1, "%"),
 }
+# Of the operators that a delegate took, or left: key and heading.
+PARTITION = {
+    "operator": "operator",
+    "delegated": "delegated",
+    "left": "left",
+    "share": "arithmetic",
+    "why": "why it stayed",
+}
 COLUMNS = {"stage": "stage", **{key: f[0] for key, f in _FIGURES.items()}, "gates": "gates"}
 
 
@@ -40,6 +48,28 @@ def answers_table(run_folder: Path) -> list[tuple[str, dict[str, str]]]:
         for pair in scores.get("answers", ()):
             table.setdefault(pair["prompt"], {})[name] = pair["answer"]
     return list(table.items())
+
+
+def partition_table(description: dict[str, Any]) -> list[dict[str, str]]:
+    """The operators of a deployed program, from its deploy.json; empty where it has no report."""
+    return [
+        {**row, "delegated": str(row["delegated"]), "left": str(row["left"]), "share": _share(row)}
+        for row in description.get("delegation", {}).get("operators", ())
+    ]
+
+
+def partition_line(description: dict[str, Any]) -> str:
+    """How much of a program its delegate took, in a sentence."""
+    report = description["delegation"]
+    pieces = report["subgraphs"]
+    return (
+        f"{report['delegate']} computes {100 * report['flops_share']:.1f}% of the arithmetic, "
+        f"in {pieces} piece{'s' if pieces != 1 else ''}"
+    )
+
+
+def _share(row: dict[str, Any]) -> str:
+    return f"{100 * row['share']:.1f}%" if row["share"] else NONE
 
 
 def read_all_scores(run_folder: Path) -> dict[str, dict[str, Any]]:

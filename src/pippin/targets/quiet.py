@@ -8,7 +8,7 @@ from collections.abc import Generator
 
 from pippin.targets.native_log import without_harmless_lines
 
-_LOGGERS = ("coremltools", "torch.export", "torchao")
+_LOGGERS = ("coremltools", "executorch.backends.mlx", "torch.export", "torchao")
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ import copy
 import importlib
 import types
 import warnings
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,12 +20,11 @@ from executorch.exir import (
 )
 from executorch.exir.backend.canonical_partitioners.config_partitioner import is_constant_data
 from executorch.exir.backend.compile_spec_schema import CompileSpec
-from executorch.exir.backend.partitioner import DelegationSpec
+from executorch.exir.backend.partitioner import DelegationSpec, Partitioner
 from executorch.exir.passes import MemoryPlanningPass
+from torch import nn
 from torch.fx import Node
 from torch.fx.passes.infra.partitioner import Partition
-
-from pippin.targets.decoder import Decoder
 
 
 class LevelPartitioner(XnnpackPartitioner):
@@ -47,6 +46,13 @@ class LevelPartitioner(XnnpackPartitioner):
         """What reaches XNNPACK whole; with no filter a node, one rewrite does, not three."""
         operators, _ = super().ops_to_not_decompose(ep)
         return operators, None
+
+    def why(self, operator: str) -> str:
+        """What keeps an operator outside."""
+        known = {name.removesuffix(".default") for name in self.target_partitioner_configs}
+        if operator.removeprefix("aten.") in known:
+            return "not in this form: XNNPACK has it for fixed sizes and floats only"
+        return "no such operator in XNNPACK"
 
     def generate_partitions(self, ep: Any) -> list[Partition]:
         """One partition a level, with the constants that only it reads."""
@@ -110,7 +116,7 @@ def shared_provenance() -> Generator[None]:
         traceback.copy = original
 
 
-def export(decoder: Decoder, max_tokens: int) -> torch.export.ExportedProgram:
+def export(decoder: nn.Module, max_tokens: int) -> torch.export.ExportedProgram:
     """The decoder as a graph that takes 1 to max_tokens tokens a call."""
     example = (torch.zeros((1, 3), dtype=torch.long), torch.tensor([0]))
     length = torch.export.Dim("length", min=1, max=max_tokens)
@@ -120,12 +126,18 @@ def export(decoder: Decoder, max_tokens: int) -> torch.export.ExportedProgram:
         )
 
 
-def lower(program: torch.export.ExportedProgram, constants: dict[str, Any]) -> EdgeProgramManager:
-    """The program, delegated to XNNPACK where it takes it; `constants` become methods beside it."""
+def lower(
+    program: torch.export.ExportedProgram,
+    constants: dict[str, Any],
+    partitioner: Partitioner,
+    passes: Sequence[Any] = (),
+) -> EdgeProgramManager:
+    """The program, delegated where `partitioner` says; `constants` become methods beside it."""
     with _tracing():
         return to_edge_transform_and_lower(
             program,
-            partitioner=[LevelPartitioner()],
+            transform_passes=list(passes),
+            partitioner=[partitioner],
             constant_methods=constants,
             compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
         )

@@ -30,7 +30,7 @@ from pippin.targets.executorch.stored import require_stored
 from pippin.targets.families import refuse_family
 from pippin.targets.folder import Folder
 
-PROGRAM = "model.pte"
+PROGRAM, BACKEND = "model.pte", "xnnpack"
 RUNTIME = "a program of ExecuTorch's own runtime"
 
 
@@ -48,9 +48,11 @@ def write(bundle: Bundle) -> Iterator[Event]:
     weights = read_weights(Folder(bundle.quantized), context)
     program = lowering.export(Decoder(weights, every=False), context)
     yield progress(1, started)
-    edge = lowering.lower(program, runner_constants(tokenizer, weights))
+    partitioner = lowering.LevelPartitioner()
+    edge = lowering.lower(program, runner_constants(tokenizer, weights), partitioner)
     del program
-    delegation = read_delegation(edge.exported_program().graph_module)
+    graph = edge.exported_program().graph_module
+    delegation = read_delegation(graph, BACKEND, partitioner.why)
     yield progress(2, started)
     with (bundle.folder / PROGRAM).open("wb") as file:
         lowering.serialize(edge).write_to_file(file)
@@ -69,7 +71,7 @@ def write(bundle: Bundle) -> Iterator[Event]:
         description
         | {
             "runtime": RUNTIME,
-            "backend": "xnnpack",
+            "backend": BACKEND,
             "delegation": asdict(delegation),
             "check": asdict(figures),
             "stored": stored,

@@ -1,0 +1,142 @@
+"""Quantized folder to the .pte of a delegate that takes the whole decoder: made, then checked.
+
+What differs between such delegates is a Delegate; XNNPACK's own way is in writing.py.
+
+Shape letters: B batch (1), T tokens.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from executorch.exir import EdgeProgramManager
+from torch import Tensor, nn
+
+from pippin.engines import Scorer
+from pippin.errors import ModelError, PippinError
+from pippin.events import Event
+from pippin.model.tokenizer import load_tokenizer
+from pippin.targets import Bundle
+from pippin.targets.agreement import compare, load_parent, require
+from pippin.targets.bundle import (
+    check_prompts,
+    copy_side_files,
+    describe,
+    finish,
+    notice,
+    progress,
+    read_description,
+    require_context,
+)
+from pippin.targets.decoder import Decoder, Weights
+from pippin.targets.executorch import lowering
+from pippin.targets.executorch.delegation import Delegation, read_delegation
+from pippin.targets.executorch.writing import PROGRAM, runner_constants
+from pippin.targets.families import refuse_family
+from pippin.targets.folder import Folder
+from pippin.targets.guide import Guide
+from pippin.targets.quiet import quiet
+
+CHECKED_TOKENS, GREEDY_TOKENS = 48, 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Delegate:
+    """One delegate. `runtime` says what `open` runs the file in, for deploy.json.
+
+    The file's divergence from PyTorch may be `max_kl` nats a token, its likeliest token must be the
+    same at `min_top1` of the positions. `why` says what keeps an operator outside the delegate;
+    `subgraphs` is how many pieces the program may be cut into.
+    """
+
+    target: str
+    backend: str
+    runtime: str
+    max_kl: float
+    min_top1: float
+    subgraphs: int
+    read_weights: Callable[[Folder, int], Weights]
+    lower: Callable[[torch.export.ExportedProgram, dict[str, Any]], EdgeProgramManager]
+    open: Callable[[Path, int], Scorer]
+    why: Callable[[str], str]
+    guide: Callable[[dict[str, Any]], Guide]
+
+
+class _Float32(nn.Module):
+    """The decoder with logits in float32, whatever it computes in."""
+
+    def __init__(self, decoder: Decoder):
+        super().__init__()
+        self.decoder = decoder
+
+    def forward(self, tokens_BT: Tensor, input_pos: Tensor) -> Tensor:
+        """As Decoder.forward."""
+        return self.decoder(tokens_BT, input_pos).float()
+
+
+def write(delegate: Delegate, bundle: Bundle) -> Iterator[Event]:
+    """Fill `bundle.folder`, which exists; events carry stage `deploy`.
+
+    Raises ModelError for a model that is not built, and PippinError where the delegate leaves much
+    of it outside or the file computes something else than the quantized model does in PyTorch.
+    """
+    for refusal in refuse_family(delegate.target, bundle.quantized):
+        raise ModelError(*refusal)
+    context, tokenizer = require_context(bundle), load_tokenizer(bundle.quantized)
+    started = time.perf_counter()
+    weights = delegate.read_weights(Folder(bundle.quantized), context)
+    constants = runner_constants(tokenizer, weights)
+    delegation = _make(delegate, weights, constants, bundle.folder / PROGRAM)
+    del weights
+    copy_side_files(bundle)
+    yield progress(1, started)
+    prompts, left_out = check_prompts(tokenizer, context)
+    yield from (notice(delegate.target, text) for text in left_out)
+    short = [prompt[:CHECKED_TOKENS] for prompt in prompts]
+    with quiet():
+        model = delegate.open(bundle.folder / PROGRAM, context)
+        agreement = compare(model, load_parent(bundle.quantized), short, context, GREEDY_TOKENS)
+    check = require(delegate.target, agreement, delegate.max_kl, delegate.min_top1)
+    yield progress(2, started)
+    said = {
+        "runtime": delegate.runtime,
+        "backend": delegate.backend,
+        "delegation": asdict(delegation),
+        "check": check,
+    }
+    files = {PROGRAM: "weights and program"}
+    finish(bundle, describe(bundle, delegate.target, tokenizer, files) | said, delegate.guide)
+
+
+def load(delegate: Delegate, folder: Path) -> Scorer:
+    """The bundle's .pte. Raises ModelError where a file is missing or not as it was written."""
+    description = read_description(folder)
+    with quiet():
+        return delegate.open(folder / PROGRAM, description["context"])
+
+
+def _make(
+    delegate: Delegate, weights: Weights, constants: dict[str, Any], path: Path
+) -> Delegation:
+    with quiet():
+        program = lowering.export(_Float32(Decoder(weights, every=False)), weights.shape.context)
+        edge = delegate.lower(program, constants)
+        graph = edge.exported_program().graph_module
+        delegation = read_delegation(graph, delegate.backend, delegate.why)
+        _require_whole(delegate, delegation)
+        with path.open("wb") as file:
+            lowering.serialize(edge).write_to_file(file)
+    return delegation
+
+
+def _require_whole(delegate: Delegate, delegation: Delegation) -> None:
+    if not 0 < delegation.subgraphs <= delegate.subgraphs:
+        left = [row.operator for row in delegation.operators if row.left]
+        raise PippinError(
+            f"{delegate.target}: the delegate cut the program into {delegation.subgraphs} pieces, "
+            f"{delegate.subgraphs} at most were expected; outside are {', '.join(left) or 'none'}",
+            "use the version of executorch that pippin names",
+        )

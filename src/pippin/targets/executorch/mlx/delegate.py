@@ -1,0 +1,95 @@
+"""Lowers the decoder for the MLX delegate, and says how to run what comes out."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from executorch.exir import EdgeProgramManager
+
+from pippin.engines import Scorer
+from pippin.targets.decoder import Weights
+from pippin.targets.executorch import lowering
+from pippin.targets.executorch.delegated import Delegate
+from pippin.targets.executorch.mlx.schema import provide_schema
+from pippin.targets.folder import Folder
+from pippin.targets.guide import Guide
+
+
+def delegate() -> Delegate:
+    """MLX: the whole program in one piece, or an error."""
+    return Delegate(
+        target="executorch-mlx",
+        backend="mlx",
+        runtime="its MLX bytecode in PyTorch, in float32: MLX itself was not run",
+        # The same codes and float32 on both sides.
+        max_kl=1e-4,
+        min_top1=0.98,
+        subgraphs=1,
+        read_weights=_read_weights,
+        lower=_lower,
+        open=_open,
+        why=_why,
+        guide=_guide,
+    )
+
+
+def _read_weights(folder: Folder, context: int) -> Weights:
+    provide_schema()
+    from pippin.targets.executorch.mlx.parts import read_weights
+
+    return read_weights(folder, context)
+
+
+def _lower(program: torch.export.ExportedProgram, constants: dict[str, Any]) -> EdgeProgramManager:
+    from executorch.backends.mlx import MLXPartitioner
+    from executorch.backends.mlx.passes import get_default_passes
+
+    return lowering.lower(program, constants, MLXPartitioner(), get_default_passes())
+
+
+def _open(path: Path, context: int) -> Scorer:
+    provide_schema()
+    from pippin.targets.executorch.mlx.runtime import BytecodeModel
+
+    return BytecodeModel(path, context)
+
+
+def _why(operator: str) -> str:
+    return "no instruction of the MLX delegate computes it"
+
+
+def _guide(description: dict[str, Any]) -> Guide:
+    check, version = description["check"], description["versions"]["executorch"]
+    return Guide(
+        title="A language model for ExecuTorch on Apple GPUs",
+        about="`model.pte` runs on the GPUs of Macs, iPhones and iPads through ExecuTorch's MLX "
+        "delegate, which has the whole model in one piece. Its bytecode, run instruction by "
+        "instruction in PyTorch in float32, differs from the quantized model by a KL divergence of "
+        f"{check['mean_kl']:.2g} nats a token, the likeliest token the same at "
+        f"{check['top1']:.1%} of positions. MLX itself was not run: it needs a Mac.",
+        run=f"""
+## On a Mac
+
+```sh
+pip install executorch=={version}
+```
+
+```python
+import torch
+from executorch.runtime import Runtime
+
+forward = Runtime.get().load_program("model.pte").load_method("forward")
+ids, position = [1, 2, 3], 0
+for _ in range(16):
+    (logits,) = forward.execute((torch.tensor([ids]), torch.tensor([position])))
+    ids, position = [int(logits.argmax())], position + len(ids)
+    print(ids[0])
+```
+
+## In an app
+
+Build ExecuTorch {version} with `EXECUTORCH_BUILD_MLX` and `EXECUTORCH_BUILD_EXTENSION_LLM_RUNNER`
+on, and give `TextRunner` of `ExecuTorchLLM` the paths of `model.pte` and `tokenizer.json`. The
+runner hands out the text of the token that ends an answer: strip it.
+""",
+    )

@@ -1,0 +1,147 @@
+"""The decoder's parts in the operators that ExecuTorch's MLX delegate gives to MLX's own kernels.
+
+Shape letters: B batch (1), T tokens, O outputs (or vocabulary), I inputs, D hidden, H heads, K kv
+heads, C head channels, S slots of the cache.
+"""
+
+# The delegate's operators are defined here.
+import executorch.backends.mlx.custom_ops  # noqa: F401
+import torch
+import torchao.quantization.quant_primitives  # noqa: F401  defines torch.ops.torchao
+from torch import Tensor, nn
+
+from pippin.errors import ModelError
+from pippin.model.weights import Checkpoint
+from pippin.targets.decoder import Shape, Weights
+from pippin.targets.executorch.mlx.constraint import BITS
+from pippin.targets.folder import Affine, Folder
+from pippin.targets.matrices import MatrixParts
+
+_NORM = "model.norm.weight"
+
+
+class Matrix(nn.Module):
+    """A symmetric matrix; the delegate packs its codes as MLX does."""
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor
+
+    def __init__(self, found: Affine):
+        super().__init__()
+        self.offset = 2 ** (found.bits - 1)
+        self.group_size = found.codes_OI.shape[1] // found.scales_OG.shape[1]
+        self.register_buffer("codes", torch.from_numpy(found.signed))
+        self.register_buffer("scales", torch.from_numpy(found.scales_OG))
+        self.register_buffer("zeros", torch.zeros(found.scales_OG.shape, dtype=torch.int8))
+
+    def forward(self) -> Tensor:
+        """The weight (O, I), in the dtype of the scales."""
+        return torch.ops.torchao.dequantize_affine(
+            self.codes,
+            [1, self.group_size],
+            self.scales,
+            self.zeros,
+            torch.int8,
+            -self.offset,
+            self.offset - 1,
+            output_dtype=self.scales.dtype,
+        )
+
+    def rows(self, tokens_BT: Tensor) -> Tensor:
+        """Some rows, (B, T, I)."""
+        return nn.functional.embedding(tokens_BT, self())
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, as one operator."""
+
+    weight: Tensor
+
+    def __init__(self, weight_D: Tensor, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.register_buffer("weight", weight_D)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """(.., D) to (.., D)."""
+        return nn.functional.rms_norm(x_BTD, self.weight.shape, self.weight, self.eps)
+
+
+class Unrotated(nn.Module):
+    """Heads as they are: Cache rotates them."""
+
+    def __init__(self, head_dim: int):
+        super().__init__()
+
+    def forward(self, x_BTHC: Tensor, cos_BT1C: Tensor, sin_BT1C: Tensor) -> Tensor:
+        """The first argument."""
+        return x_BTHC
+
+
+class Cache(nn.Module):
+    """Keys and values of one layer, (1, K, S, C) each, and rotary attention over them."""
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, periods_C: Tensor, scaling: float):
+        super().__init__()
+        self.head_dim = shape.head_dim
+        # Yarn scales queries and keys alike; one factor on their product does it.
+        self.scale = scaling**2 * shape.head_dim**-0.5
+        size = (1, shape.num_kv_heads, shape.context, shape.head_dim)
+        self.register_buffer("periods", periods_C)
+        self.register_buffer("keys", torch.zeros(size, dtype=dtype), persistent=False)
+        self.register_buffer("values", torch.zeros(size, dtype=dtype), persistent=False)
+
+    def forward(self, q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, start: int) -> Tensor:
+        """Write T tokens from slot `start` on, then attend causally; (B, T, H, C) to the same."""
+        ops = torch.ops.mlx
+        q_BHTC = ops.rope(q_BTHC.transpose(1, 2), self.head_dim, start, freqs=self.periods)
+        k_BKTC = ops.rope(k_BTKC.transpose(1, 2), self.head_dim, start, freqs=self.periods)
+        ops.kv_cache_update(self.keys, k_BKTC, start)
+        ops.kv_cache_update(self.values, v_BTKC.transpose(1, 2), start)
+        mixed_BHTC = ops.custom_sdpa(
+            q_BHTC, self.keys, self.values, start, is_causal=True, scale=self.scale
+        )
+        return mixed_BHTC.transpose(1, 2).contiguous()
+
+
+class MlxParts(MatrixParts):
+    """Parts over symmetric codes; see targets.decoder.Parts."""
+
+    norm, rotation = RMSNorm, Unrotated
+
+    def __init__(self, dtype: torch.dtype, periods_C: Tensor, scaling: float):
+        super().__init__()
+        self._rotary = (dtype, periods_C, scaling)
+
+    def place(self, shape: Shape, start: int, length: int, window: int | None) -> int:
+        """The first slot: the delegate's attention masks by itself."""
+        return start
+
+    def cache(self, shape: Shape) -> nn.Module:  # ty: ignore[incompatible-method-override]
+        """Caches in the program's dtype, positions in float32."""
+        return Cache(shape, *self._rotary)
+
+    def quantized(self, name: str, found: Affine) -> nn.Module:
+        """Raises ModelError for codes that the delegate does not hold."""
+        if not found.symmetric or found.bits not in BITS:
+            kind = "symmetric" if found.symmetric else "affine"
+            raise ModelError(
+                f"executorch-mlx: {name} has {kind} codes of {found.bits} bits, the delegate holds "
+                f"symmetric ones of {', '.join(map(str, BITS))}",
+                'quantize with scheme = "symmetric", or deploy to `mlx`, which holds all',
+            )
+        return Matrix(found)
+
+
+def read_weights(folder: Folder, context: int) -> Weights:
+    """The folder's weights in these parts; bfloat16 stays, other dtypes become float32."""
+    from transformers import AutoConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    stored = Checkpoint(folder.path).tensors[_NORM].dtype.name
+    dtype = torch.bfloat16 if stored == "bfloat16" else torch.float32
+    config = AutoConfig.from_pretrained(folder.path, local_files_only=True)
+    rotary = LlamaRotaryEmbedding(config)
+    parts = MlxParts(dtype, 1 / rotary.inv_freq, rotary.attention_scaling)
+    return Weights(parts, folder, context).to(dtype)
