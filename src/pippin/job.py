@@ -14,7 +14,8 @@ class Job:
     `inputs` by role: `model` a Hugging Face folder, `adapter` a PEFT folder, `bundle` a deployed
     one, `parent` the evaluation of what this was made from, `base` and `tuned` the evaluations that
     bracket the adapter's gain. `subject` names what is evaluated (base, adapter, merged, quantized,
-    deployed) or the target that is deployed to.
+    deployed) or the target that is deployed to. `memory` is the plan's peak in bytes, where there
+    is one.
     """
 
     stage: str
@@ -23,3 +24,4 @@ class Job:
     folder: Path
     origin: Origin
     subject: str = ""
+    memory: int | None = None

@@ -1,5 +1,6 @@
 """What this machine offers: chip, memory, engines, dtypes; no framework is imported to find out."""
 
+import ctypes
 import importlib.metadata
 import importlib.util
 import os
@@ -115,6 +116,26 @@ def memory() -> tuple[int, int]:
     if limit is None or limit >= host.total:
         return host.total, host.available
     return limit, max(0, min(host.available, limit - (used or 0) + _reclaimable()))
+
+
+def footprint() -> int:
+    """Bytes that this process holds, swapped or compressed ones too."""
+    if platform.system() == "Darwin":
+        return _phys_footprint() or psutil.Process().memory_info().rss
+    held = re.findall(r"^Vm(?:RSS|Swap):\s*(\d+) kB$", _text("/proc/self/status"), re.MULTILINE)
+    return sum(map(int, held)) * 1024 or psutil.Process().memory_info().rss
+
+
+def _phys_footprint() -> int:
+    """What macOS itself counts, the GPU's share of this process included; 0 where it is silent.
+
+    proc_pid_rusage fills rusage_info_v0 (sys/resource.h): a UUID of 16 bytes, then ten counts.
+    """
+    info = (ctypes.c_uint64 * 12)()
+    ask = getattr(ctypes.CDLL(None), "proc_pid_rusage", None)
+    if ask is None or ask(os.getpid(), 0, ctypes.byref(info)) != 0:
+        return 0
+    return int(info[9])
 
 
 def working_set(memory: int) -> int:

@@ -195,6 +195,7 @@ class Walk:
 
     def make(self, step: Step) -> Iterator[Event]:
         self.forget(step)
+        need = self.plan.needs.get(step.name)
         job = Job(
             stage=step.stage,
             recipe=self.plan.recipe,
@@ -202,6 +203,7 @@ class Walk:
             folder=step.folder,
             origin=self.origin(step),
             subject=step.subject,
+            memory=need.memory if need else None,
         )
         yield from stage_function(step.stage)(job)
         self.digests.pop(step.folder, None)

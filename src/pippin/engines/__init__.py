@@ -174,6 +174,18 @@ class Engine(Protocol):
         ...
 
 
+@runtime_checkable
+class DriverMemory(Protocol):
+    """What an engine does besides whose device shares the machine's memory."""
+
+    def driver_memory(self) -> tuple[int, int]:
+        """Bytes that the GPU's driver has given this process, and that it recommends to take.
+
+        Caches are emptied first where they come near it.
+        """
+        ...
+
+
 def load_engine(name: str, device: str = "auto", remote_code: bool = False) -> Engine:
     """The engine behind a name of ENGINES; the only place where a framework gets imported.
 

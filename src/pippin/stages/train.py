@@ -19,7 +19,7 @@ from pippin.events import Event, Finished, Metric, Notice, Progress, Started
 from pippin.job import Job
 from pippin.recipe import Train
 from pippin.stages.checkpoints import METRICS, Position, Store, forget, work_folder
-from pippin.stages.guard import out_of_memory, scarcity
+from pippin.stages.guard import SETTLED, Guard, out_of_memory
 from pippin.stages.interrupts import watching
 from pippin.stages.loading import open_engine
 from pippin.stages.outcome import first_weights, write_outcome
@@ -61,6 +61,7 @@ class _Run:
     store: Store
     engine: Engine
     trainer: Trainer
+    guard: Guard
     process: psutil.Process
 
     @property
@@ -96,6 +97,7 @@ def _open_store(job: Job, material: Material) -> Store:
 def _load(job: Job, material: Material, store: Store) -> _Run:
     recipe = job.recipe
     engine = open_engine(recipe.model)
+    guard = Guard(engine=engine, planned=job.memory, before=engine.peak_memory())
     weights = first_weights(job)
     model = engine.load(job.inputs["model"], recipe.model.dtype)
     lora = recipe.lora if recipe.train.method == "lora" else None
@@ -105,18 +107,22 @@ def _load(job: Job, material: Material, store: Store) -> _Run:
         store=store,
         engine=engine,
         trainer=model.trainer(recipe.train, lora, weights, recipe.seed),
+        guard=guard,
         process=psutil.Process(),
     )
 
 
 def _loop(run: _Run, position: Position) -> Generator[Event, None, Position]:
     yield Progress(stage=STAGE, done=position.step, values={})
+    settled = position.step + SETTLED
     with watching() as watch:
         while not run.over(position):
             position = yield from _update(run, position)
+            if position.step == settled and (text := run.guard.settle()):
+                yield Notice(stage=STAGE, text=text)
             if run.validates(position.step):
                 position = yield from _validate(run, position)
-            scarce = None if run.over(position) else scarcity()
+            scarce = None if run.over(position) else run.guard.scarcity()
             if watch.asked or scarce or run.saves(position):
                 run.store.save(position, run.trainer.state())
             if scarce:

@@ -16,4 +16,7 @@ def make_engine(device: str = "auto", remote_code: bool = False) -> "TorchEngine
     with quiet_imports():
         from pippin.engines.torch.device import pick_device
         from pippin.engines.torch.engine import TorchEngine
-    return TorchEngine(pick_device(device), remote_code)
+        from pippin.engines.torch.unified import UnifiedEngine
+    picked = pick_device(device)
+    kind = UnifiedEngine if picked.type == "mps" else TorchEngine
+    return kind(picked, remote_code)
