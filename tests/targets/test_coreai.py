@@ -5,7 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
-from tests.targets.tiny_quantized import CHANNEL, LINEAR, write_folder
+from tests.targets.tiny_quantized import CHANNEL, LINEAR, WINDOWED, write_folder
 
 from pippin.engines import Sampling
 from pippin.errors import ModelError, PippinError
@@ -99,6 +99,7 @@ def test_another_model_s_figures_are_refused(model, tmp_path):
     [
         ("qwen2", Grid(bits=4, group_size=32, symmetric=False)),
         ("qwen3", Grid(bits=3, group_size=32, symmetric=True)),
+        *((kind, LINEAR) for kind in WINDOWED),
     ],
 )
 def test_other_families_and_grids(quantized, tmp_path, kind, grid):

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tests.targets.tiny_quantized import CHANNEL, LINEAR, write_folder
+from tests.targets.tiny_quantized import CHANNEL, LINEAR, WINDOWED, write_folder
 
 from pippin.engines import Sampling
 from pippin.errors import ModelError, PippinError
@@ -92,7 +92,7 @@ def test_large_activations_do_not_overflow(tmp_path):
     assert not RMSNorm(weight_D.half(), 1e-5)(x_BTD.half()).any()
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", *WINDOWED])
 def test_other_families(quantized, tmp_path, kind):
     bundle = deploy(quantized(kind, lambda module: LINEAR), tmp_path / "made")
     assert json.loads((bundle / "deploy.json").read_text())["check"]["mean_kl"] < 1e-3

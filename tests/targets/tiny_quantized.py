@@ -55,6 +55,14 @@ GEMMA: tuple[str, dict[str, Any]] = (
     "Gemma3TextConfig",
     {"num_hidden_layers": 6, "sliding_window": 8, "query_pre_attn_scalar": 16},
 )
+# Attention that looks back so far only, scores and logits that are capped, scales of their own.
+_WINDOW = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+_CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+WINDOWED: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma2": ("Gemma2Config", {**_WINDOW, **_CAPS, "query_pre_attn_scalar": 24}),
+    "gemma3_short": ("Gemma3TextConfig", {**_WINDOW, "query_pre_attn_scalar": 24}),
+    "mistral": ("MistralConfig", {"sliding_window": 8}),
+}
 
 Choose = Callable[[str], Grid | None]
 
@@ -97,7 +105,7 @@ def _network(kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
     import torch
     import transformers
 
-    name, extra = {**KINDS, "gemma3": GEMMA}[kind]
+    name, extra = {**KINDS, **WINDOWED, "gemma3": GEMMA}[kind]
     config = getattr(transformers, name)(**{**SHAPE, **extra})
     with torch.random.fork_rng():
         torch.manual_seed(0)

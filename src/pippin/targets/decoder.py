@@ -1,49 +1,22 @@
-"""The Llama family as one exportable module whose KV caches are buffers updated in place.
+"""The Llama and Gemma families as one exportable module whose KV caches are updated in place.
 
 Targets share it and bring their own parts: linears, embedding, norm, rotation and cache in the
 forms that their runtime takes.
 
 Shape letters: B batch (1), T tokens, D hidden, F feed-forward, H heads, K kv heads, C head
-channels, V vocab, S slots of the cache (the context).
+channels, V vocab, N wanted positions, S slots of the cache (the context).
 """
 
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
+import math
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from pippin.model.config import ModelConfig
 from pippin.targets.folder import Folder
+from pippin.targets.shape import Shape, read_shape, rope_tables
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Shape:
-    """The numbers of a decoder that its modules need."""
-
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    norm_eps: float
-    context: int
-
-
-def read_shape(config: ModelConfig, context: int) -> Shape:
-    """The numbers of a config; context in tokens."""
-    return Shape(
-        num_layers=config.num_layers,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        vocab_size=config.vocab_size,
-        norm_eps=config.raw.get("rms_norm_eps", 1e-6),
-        context=context,
-    )
 
 
 class Parts(Protocol):
@@ -65,8 +38,12 @@ class Parts(Protocol):
         """forward(x_BTHC, cos_BT1C, sin_BT1C): rotary position embedding."""
         ...
 
+    def place(self, shape: Shape, start: int, length: int, window: int | None) -> Any:
+        """Where a call's tokens go and what they see, for every layer with this window."""
+        ...
+
     def cache(self, shape: Shape) -> nn.Module:
-        """forward(q_BTHC, k_BTKC, v_BTKC, start): write from slot `start` on, attend causally."""
+        """forward(q_BTHC, k_BTKC, v_BTKC, place): write the tokens, attend causally."""
         ...
 
     def inputs(self, linears: tuple[nn.Module, ...], x_BTD: Tensor) -> list[Tensor]:
@@ -84,11 +61,12 @@ class Attention(nn.Module):
         self.k_proj = parts.linear(folder, f"{name}.k_proj")
         self.v_proj = parts.linear(folder, f"{name}.v_proj")
         self.o_proj = parts.linear(folder, f"{name}.o_proj")
-        self.q_norm = _optional_norm(parts, folder, f"{name}.q_norm", shape)
-        self.k_norm = _optional_norm(parts, folder, f"{name}.k_norm", shape)
+        normed = folder.optional(f"{name}.q_norm.weight") is not None
+        self.q_norm = _norm(parts, folder, f"{name}.q_norm", shape, asked=normed)
+        self.k_norm = _norm(parts, folder, f"{name}.k_norm", shape, asked=normed)
         self.rotation = parts.rotation(shape.head_dim)
 
-    def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], cache: nn.Module, start: int):
+    def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], cache: nn.Module, place: Any):
         """(B, T, D) to (B, T, D)."""
         q_BTX, k_BTX, v_BTX = _apply(self.parts, (self.q_proj, self.k_proj, self.v_proj), x_BTD)
         # A literal -1 keeps the reshape inside XNNPACK, which takes no symbolic sizes.
@@ -96,17 +74,17 @@ class Attention(nn.Module):
         k_BTKC = self.k_norm(k_BTX.view(1, -1, self.shape.num_kv_heads, self.shape.head_dim))
         v_BTKC = v_BTX.view(1, -1, self.shape.num_kv_heads, self.shape.head_dim)
         q_BTHC, k_BTKC = self.rotation(q_BTHC, *rope), self.rotation(k_BTKC, *rope)
-        mixed_BTHC = cache(q_BTHC, k_BTKC, v_BTKC, start)
+        mixed_BTHC = cache(q_BTHC, k_BTKC, v_BTKC, place)
         (out_BTD,) = _apply(self.parts, (self.o_proj,), mixed_BTHC.view(1, -1, q_BTX.shape[-1]))
         return out_BTD
 
 
 class FeedForward(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """down(act(gate(x)) * up(x)): silu, or Gemma's GELU by tanh."""
 
-    def __init__(self, parts: Parts, folder: Folder, name: str):
+    def __init__(self, parts: Parts, folder: Folder, name: str, shape: Shape):
         super().__init__()
-        self.parts = parts
+        self.parts, self.is_gemma = parts, shape.is_gemma
         self.gate_proj = parts.linear(folder, f"{name}.gate_proj")
         self.up_proj = parts.linear(folder, f"{name}.up_proj")
         self.down_proj = parts.linear(folder, f"{name}.down_proj")
@@ -115,34 +93,55 @@ class FeedForward(nn.Module):
         """(B, T, D) to (B, T, D)."""
         gate_BTF, up_BTF = _apply(self.parts, (self.gate_proj, self.up_proj), x_BTD)
         # silu is written out: an operator that has to be decomposed costs a rewrite of the graph.
-        (out_BTD,) = _apply(
-            self.parts, (self.down_proj,), gate_BTF * torch.sigmoid(gate_BTF) * up_BTF
-        )
+        act_BTF = _gelu(gate_BTF) if self.is_gemma else gate_BTF * torch.sigmoid(gate_BTF)
+        (out_BTD,) = _apply(self.parts, (self.down_proj,), act_BTF * up_BTF)
         return out_BTD
 
 
 class Layer(nn.Module):
-    """One pre-norm decoder layer."""
+    """One pre-norm decoder layer; Gemma 2 and 3 have norms behind both of its parts as well."""
 
     def __init__(self, parts: Parts, folder: Folder, name: str, shape: Shape):
         super().__init__()
-        eps, after = shape.norm_eps, f"{name}.post_attention_layernorm.weight"
-        self.input_norm = parts.norm(folder.plain(f"{name}.input_layernorm.weight"), eps)
+        before, after = "pre_feedforward_layernorm", "post_attention_layernorm"
+        inner = folder.optional(f"{name}.{before}.weight") is not None
+        self.input_norm = _norm(parts, folder, f"{name}.input_layernorm", shape)
         self.attention = Attention(parts, folder, f"{name}.self_attn", shape)
-        self.post_norm = parts.norm(folder.plain(after), eps)
-        self.feed_forward = FeedForward(parts, folder, f"{name}.mlp")
+        self.attended_norm = _norm(parts, folder, f"{name}.{after}", shape, asked=inner)
+        self.post_norm = _norm(parts, folder, f"{name}.{before if inner else after}", shape)
+        self.feed_forward = FeedForward(parts, folder, f"{name}.mlp", shape)
+        self.fed_norm = _norm(
+            parts, folder, f"{name}.post_feedforward_layernorm", shape, asked=inner
+        )
 
-    def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], cache: nn.Module, start: int):
+    def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], cache: nn.Module, place: Any):
         """(B, T, D) to (B, T, D)."""
-        x_BTD = x_BTD + self.attention(self.input_norm(x_BTD), rope, cache, start)
-        return x_BTD + self.feed_forward(self.post_norm(x_BTD))
+        mixed_BTD = self.attention(self.input_norm(x_BTD), rope, cache, place)
+        x_BTD = x_BTD + self.attended_norm(mixed_BTD)
+        return x_BTD + self.fed_norm(self.feed_forward(self.post_norm(x_BTD)))
+
+
+class Rope(nn.Module):
+    """cos and sin of every position, (S, C) each."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, cos_SC: Tensor, sin_SC: Tensor):
+        super().__init__()
+        self.register_buffer("cos", cos_SC)
+        self.register_buffer("sin", sin_SC)
+
+    def forward(self, start: int, length: int) -> tuple[Tensor, Tensor]:
+        """Those of some positions, (B, T, 1, C) each."""
+        size = (1, -1, 1, self.cos.shape[1])
+        return self.cos[start : start + length].view(size), self.sin[start : start + length].view(
+            size
+        )
 
 
 class Weights(nn.Module):
     """Everything a decoder reads and never writes; several programs share one."""
-
-    cos: Tensor
-    sin: Tensor
 
     def __init__(self, parts: Parts, folder: Folder, context: int):
         super().__init__()
@@ -150,11 +149,10 @@ class Weights(nn.Module):
         self.embedding = parts.embedding(folder, EMBEDDING)
         names = [f"model.layers.{i}" for i in range(self.shape.num_layers)]
         self.layers = nn.ModuleList(Layer(parts, folder, name, self.shape) for name in names)
-        self.norm = parts.norm(folder.plain("model.norm.weight"), self.shape.norm_eps)
+        self.norm = _norm(parts, folder, "model.norm", self.shape)
         self.head = parts.linear(folder, EMBEDDING if folder.config.tied_embeddings else HEAD)
-        cos_SC, sin_SC = rope_tables(folder.path, context)
-        self.register_buffer("cos", cos_SC)
-        self.register_buffer("sin", sin_SC)
+        tables = (rope_tables(folder.path, context, window) for window in self.shape.kinds)
+        self.ropes = nn.ModuleList(Rope(*table) for table in tables)
 
 
 class Decoder(nn.Module):
@@ -171,22 +169,34 @@ class Decoder(nn.Module):
         shape = weights.shape
         self.caches = nn.ModuleList(weights.parts.cache(shape) for _ in range(shape.num_layers))
 
-    def forward(self, tokens_BT: Tensor, input_pos: Tensor) -> Tensor:
-        """Logits of the tokens, which sit at positions input_pos, input_pos + 1, ..."""
-        start, length = input_pos[0].item(), tokens_BT.shape[1]
-        context, head_dim = self.weights.shape.context, self.weights.shape.head_dim
-        torch._check(start >= 0)
-        torch._check(start + length <= context)
-        rope = (
-            self.weights.cos[start : start + length].view(1, -1, 1, head_dim),
-            self.weights.sin[start : start + length].view(1, -1, 1, head_dim),
-        )
-        x_BTD = self.weights.embedding(tokens_BT)
-        for layer, cache in zip(self.weights.layers, self.caches, strict=True):
-            x_BTD = layer(x_BTD, rope, cache, start)
+    def forward(
+        self, tokens_BT: Tensor, input_pos: Tensor, wanted_N: Tensor | None = None
+    ) -> Tensor:
+        """Logits of the tokens, which sit at positions input_pos, input_pos + 1, ...
+
+        `wanted_N` asks for those of some of the given tokens alone, (1, N, V).
+        """
+        x_BTD = self._hidden(tokens_BT, input_pos[0].item())  # ty: ignore[invalid-argument-type]
+        if wanted_N is not None:
+            x_BTD = x_BTD[:, wanted_N]
         x_BTD = self.weights.norm(x_BTD if self.every else x_BTD[:, -1, :])
         (logits,) = _apply(self.weights.parts, (self.weights.head,), x_BTD)
-        return logits
+        cap = self.weights.shape.logit_cap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def _hidden(self, tokens_BT: Tensor, start: int) -> Tensor:
+        weights, length = self.weights, tokens_BT.shape[1]
+        shape = weights.shape
+        torch._check(start >= 0)
+        torch._check(start + length <= shape.context)
+        ropes = {k: r(start, length) for k, r in zip(shape.kinds, weights.ropes, strict=True)}
+        places = {k: weights.parts.place(shape, start, length, k) for k in shape.kinds}
+        x_BTD = weights.embedding(tokens_BT)
+        if shape.is_gemma:
+            x_BTD = x_BTD * shape.embed_scale
+        for layer, cache, kind in zip(weights.layers, self.caches, shape.windows, strict=True):
+            x_BTD = layer(x_BTD, ropes[kind], cache, places[kind])
+        return x_BTD
 
 
 def _apply(parts: Parts, linears: tuple[nn.Module, ...], x_BTD: Tensor) -> list[Tensor]:
@@ -194,17 +204,14 @@ def _apply(parts: Parts, linears: tuple[nn.Module, ...], x_BTD: Tensor) -> list[
     return [linear(x) for linear, x in zip(linears, read, strict=True)]
 
 
-def _optional_norm(parts: Parts, folder: Folder, name: str, shape: Shape) -> nn.Module:
-    weight_C = folder.optional(f"{name}.weight")
-    return nn.Identity() if weight_C is None else parts.norm(weight_C, shape.norm_eps)
+def _norm(parts: Parts, folder: Folder, name: str, shape: Shape, asked: bool = True) -> nn.Module:
+    if not asked:
+        return nn.Identity()
+    weight_D = folder.plain(f"{name}.weight")
+    return parts.norm(weight_D + 1 if shape.is_gemma else weight_D, shape.norm_eps)
 
 
-def rope_tables(path: Path, context: int) -> tuple[Tensor, Tensor]:
-    """cos and sin of every position, (S, C) float32 each, scaled as the model's rope type asks."""
-    from transformers import AutoConfig
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
-    positions = torch.arange(context)[None]
-    cos_BSC, sin_BSC = LlamaRotaryEmbedding(config)(torch.zeros(1), positions)
-    return cos_BSC[0].clone(), sin_BSC[0].clone()
+def _gelu(x_BTF: Tensor) -> Tensor:
+    # Written out: coremltools 9 makes PyTorch's operator the exact GELU, whatever it is asked for.
+    inner_BTF = x_BTF * (1 + 0.044715 * x_BTF * x_BTF) * math.sqrt(2 / math.pi)
+    return 0.5 * x_BTF * (1 + torch.tanh(inner_BTF))

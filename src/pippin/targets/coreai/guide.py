@@ -16,14 +16,10 @@ def guide(description: dict[str, Any]) -> Guide:
         f"{check['top1']:.1%} of positions, {check['greedy_equal']} of {check['greedy_tokens']} "
         "greedy tokens equal.",
         run=f"""
-| function | output |
-|---|---|
-| main | `logits` (1, vocabulary) of the last token |
-| score | `logits` (1, T, vocabulary) of every token |
-
-Both take `tokens` (1, T) and `input_pos` (1), int32. `input_pos` is the position of the first token
-given: 0 for a prompt, then one more with each token. Each has states of its own, the key and value
-caches of every layer.
+The function `main` takes int32 `tokens` (1, T), `input_pos` (1) and `wanted` (N), and gives
+`logits` (1, N, vocabulary). `input_pos` is the position of the first token given: 0 for a prompt,
+then one more with each token. `wanted` says after which of the given tokens logits are asked for:
+[T - 1] for the last alone. Its states are the key and value caches of every layer.
 
 ## On your desk
 
@@ -45,7 +41,8 @@ async def answer(prompt_ids, count):
         ids, position = prompt_ids, 0
         for _ in range(count):
             inputs = {{"tokens": NDArray(np.array([ids], np.int32)),
-                      "input_pos": NDArray(np.array([position], np.int32))}}
+                      "input_pos": NDArray(np.array([position], np.int32)),
+                      "wanted": NDArray(np.array([len(ids) - 1], np.int32))}}
             logits = (await main(inputs=inputs, state=state))["logits"].numpy()
             ids, position = [int(logits.argmax())], position + len(ids)
             yield ids[0]

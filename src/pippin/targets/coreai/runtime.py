@@ -1,6 +1,6 @@
 """An .aimodel in Core AI's own runtime: tokens in, floats out.
 
-Shape letters: T tokens, V vocab.
+Shape letters: T tokens, N wanted positions, V vocab.
 """
 
 import asyncio
@@ -14,8 +14,8 @@ from coreai.authoring.asset import AIModelAsset
 from coreai.runtime import NDArray as DeviceArray
 from numpy.typing import NDArray
 
-from pippin.targets.coreai.program import MAIN, SCORE
-from pippin.targets.exporting import INPUTS, OUTPUT
+from pippin.targets.coreai.program import MAIN
+from pippin.targets.exporting import INPUTS, OUTPUT, WANTED
 from pippin.targets.quiet import quiet
 from pippin.targets.stepping import SteppingModel, log_softmax
 
@@ -28,42 +28,37 @@ class AimodelModel(SteppingModel):
         self._loop = asyncio.new_event_loop()
         opened: Any = AIModelAsset.load(path).executable()
         with quiet():
-            self._model = self._loop.run_until_complete(opened.__aenter__())
+            model = self._loop.run_until_complete(opened.__aenter__())
+            self._function = model.load_function(MAIN)
         weakref.finalize(self, _close, self._loop, opened)
-        self._opened: dict[str, tuple[Any, dict[str, Any]]] = {}
+        self._states = _zeros(self._function.desc)
 
     def last_logits(self, tokens: Sequence[int], start: int) -> NDArray[np.float32]:
         """Logits after the last of some tokens, (V,); see SteppingModel."""
         if len(tokens) == self.context:
-            self._run(MAIN, tokens[:-1], start)
+            self._run(tokens[:-1], start, [0])
             tokens, start = tokens[-1:], start + len(tokens) - 1
-        return self._run(MAIN, tokens, start)[0]
+        return self._run(tokens, start, [len(tokens) - 1])[0]
 
     def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """Logits after every token of one row, (T, V), in one call, or two for a full context."""
         longest = self.context - 1
         parts = [(tokens[:longest], 0), (tokens[longest:], longest)]
-        return np.concatenate([self._run(SCORE, *part)[0] for part in parts if len(part[0])])
+        return np.concatenate(
+            [self._run(part, start, range(len(part))) for part, start in parts if len(part)]
+        )
 
     def _row_logprobs(self, row_T: NDArray[np.int64]) -> NDArray[np.float32]:
         logprobs_TV = log_softmax(self.logits(row_T[:-1].tolist()))
         return np.take_along_axis(logprobs_TV, row_T[1:, None], -1)[:, 0]
 
-    def _run(self, name: str, tokens: Sequence[int], start: int) -> NDArray[np.float32]:
+    def _run(self, tokens: Sequence[int], start: int, wanted: Sequence[int]) -> NDArray[np.float32]:
+        """Logits of some of the given tokens, (N, V)."""
         self.require_room(start + len(tokens))
-        values = (np.array([tokens], np.int32), np.array([start], np.int32))
-        inputs = {key: DeviceArray(value) for key, value in zip(INPUTS, values, strict=True)}
-        function, states = self._function(name)
-        found = self._loop.run_until_complete(function(inputs=inputs, state=states))
-        return np.array(found[OUTPUT].numpy(), np.float32)
-
-    def _function(self, name: str) -> tuple[Any, dict[str, Any]]:
-        """A function with states of its own, opened when it is first asked."""
-        if name not in self._opened:
-            with quiet():
-                function = self._model.load_function(name)
-            self._opened[name] = function, _zeros(function.desc)
-        return self._opened[name]
+        values = zip((*INPUTS, WANTED), ([tokens], [start], wanted), strict=True)
+        inputs = {key: DeviceArray(np.array(value, np.int32)) for key, value in values}
+        found = self._loop.run_until_complete(self._function(inputs=inputs, state=self._states))
+        return np.array(found[OUTPUT].numpy(), np.float32)[0]
 
 
 def _zeros(description: Any) -> dict[str, Any]:

@@ -26,7 +26,7 @@ class CoreMl:
 
     def refusal(self, quantize: Quantize, checkpoint: Path) -> Refusal | None:
         """The first reason against deploying such a model, as (message, hint); None for none."""
-        reasons = [*refuse_family("coreml", checkpoint), *_refuse_quantize(quantize)]
+        reasons = [*refuse_family("coreml", checkpoint, masked=True), *_refuse_quantize(quantize)]
         return reasons[0] if reasons else None
 
     def write(self, bundle: Bundle) -> Iterator[Event]:

@@ -104,6 +104,12 @@ def _range(given: Values) -> NDArray[Any]:
     return np.arange(int(given["start"]), int(given["end"]), int(given["step"]), dtype=np.int32)
 
 
+def _gelu(given: Values) -> NDArray[Any]:
+    assert given["mode"] == "TANH_APPROXIMATION", given["mode"]
+    x = given["x"]
+    return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
 def _ints(values: Any) -> list[int]:
     return [int(value) for value in np.atleast_1d(values)]
 
@@ -117,6 +123,7 @@ OPERATORS: dict[str, Callable[[Values], Any]] = {
     "expand_dims": _expand_dims,
     "floor_div": lambda g: g["x"] // g["y"],
     "gather": _gather,
+    "gelu": _gelu,
     "greater": lambda g: g["x"] > g["y"],
     "greater_equal": lambda g: g["x"] >= g["y"],
     "identity": lambda g: g["x"],
@@ -144,6 +151,7 @@ OPERATORS: dict[str, Callable[[Values], Any]] = {
     "softmax": _softmax,
     "squeeze": _squeeze,
     "sub": lambda g: g["x"] - g["y"],
+    "tanh": lambda g: np.tanh(g["x"]),
     "tile": lambda g: np.tile(g["x"], _ints(g["reps"])),
     "transpose": lambda g: g["x"].transpose(_ints(g["perm"])),
 }

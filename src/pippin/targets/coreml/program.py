@@ -12,7 +12,7 @@ from pippin.targets.quiet import quiet
 def save(weights: Weights, path: Path) -> None:
     """Write the .mlpackage for iOS 18; it takes 1 to `context` - 1 tokens a call."""
     with quiet():
-        program = export(Decoder(weights, every=False), {})
+        program = export(Decoder(weights, every=False), {}, wanted=False)
         package = coremltools.convert(
             program,
             convert_to="mlprogram",

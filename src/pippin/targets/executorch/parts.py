@@ -45,6 +45,10 @@ class XnnpackParts:
 
     norm, rotation, cache = RMSNorm, Rotation, Cache
 
+    def place(self, shape: Shape, start: int, length: int, window: int | None) -> int:
+        """The first slot: the caches' operators mask themselves."""
+        return start
+
     def linear(self, folder: Folder, name: str) -> nn.Module:
         """The linear `name` with its bias, quantized or plain as the folder stores it."""
         bias_O = folder.optional(f"{name}.bias")
