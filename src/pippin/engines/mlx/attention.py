@@ -16,7 +16,9 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
+from pippin.engines.mlx import elementwise
 from pippin.engines.mlx import slots as in_slots
+from pippin.engines.mlx.gated import swiglu
 from pippin.engines.mlx.slots import Slots
 
 ATTEND = "scaled_dot_product_attention"
@@ -62,16 +64,21 @@ class Window:
 
 @contextlib.contextmanager
 def packed_attention(network: nn.Module) -> Generator[None]:
-    """Inside, the network's attention understands a `Window`; any other mask goes its old way."""
+    """Inside, the network's attention understands a `Window`; any other mask goes its old way.
+
+    Its SwiGLU is the one that keeps less for the backward.
+    """
     files = {sys.modules[type(module).__module__] for module in network.modules()}
-    before = {file: getattr(file, ATTEND) for file in files if hasattr(file, ATTEND)}
-    for file, own in before.items():
-        setattr(file, ATTEND, functools.partial(_attend, own))
+    names = (ATTEND, swiglu.__name__)
+    found = [(file, name) for file in files for name in names if hasattr(file, name)]
+    before = [(*place, getattr(*place)) for place in found]
+    for file, name, own in before:
+        setattr(file, name, functools.partial(_attend, own) if name == ATTEND else swiglu)
     try:
         yield
     finally:
-        for file, own in before.items():
-            setattr(file, ATTEND, own)
+        for file, name, own in before:
+            setattr(file, name, own)
 
 
 def accept_positions(network: nn.Module) -> None:
@@ -95,19 +102,23 @@ def _attend(
     if not isinstance(mask, Window):
         return own(query, key, value, *args, **kw)
 
-    def rule(length: int) -> dict[str, Any]:
-        seen = _mask(length, mask.size)
-        return {"scale": kw["scale"], "sinks": kw.get("sinks"), "mask": seen}
-
+    call = functools.partial(_sample, window=mask.size, scale=kw["scale"], sinks=kw.get("sinks"))
     if mask.slots is not None:
-        return in_slots.attend(query, key, value, mask.slots, rule)
+        return in_slots.attend(query, key, value, mask.slots, call)
     inner = list(mask.edges[1:-1])
     parts = [mx.split(x, inner, axis=2) if inner else [x] for x in (query, key, value)]
-    outs = [
-        mx.fast.scaled_dot_product_attention(q, k, v, **rule(q.shape[2]))
-        for q, k, v in zip(*parts, strict=True)
-    ]
+    outs = [call(*qkv) for qkv in zip(*parts, strict=True)]
     return mx.concatenate(outs, axis=2) if len(outs) > 1 else outs[0]
+
+
+def _sample(
+    query: mx.array, key: mx.array, value: mx.array, *, window: int | None, **rule: Any
+) -> mx.array:
+    """Whole samples, each in a row of its own. `rule` are scale and sinks."""
+    if elementwise.on_cpu(query) and rule["sinks"] is None:
+        return elementwise.attend(query, key, value, rule["scale"], window)
+    mask = _mask(query.shape[2], window)
+    return mx.fast.scaled_dot_product_attention(query, key, value, mask=mask, **rule)
 
 
 def _mask(length: int, window: int | None) -> Any:

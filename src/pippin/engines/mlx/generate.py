@@ -86,7 +86,6 @@ class _Decoder:
         else:  # the prompt's other positions need no logits
             hidden_BTD = hidden_states(self.network, tokens_BT, self.cache)
             logits_BV = self.head.logits(hidden_BTD[:, -1])
-        mx.eval(logits_BV)
         return logits_BV
 
     def keep(self, rows: list[int]) -> None:
@@ -112,24 +111,36 @@ class _Group:
     ) -> None:
         self.decoder, self.sampling, self.numbers = _Decoder(loaded, prompts), sampling, numbers
         self.draws = {n: np.random.default_rng((sampling.seed, n)) for n in numbers}
-        self.tokens_BT: mx.array | None = None
+        self.left = sampling.max_tokens
+        # A GPU works on the token after the next one while the host looks at the next.
+        self.looks_ahead = sampling.temperature == 0 and mx.default_device() != mx.cpu
+        self.last_B: mx.array | None = None
+        self.ids_B: mx.array | None = None
 
     def step(self) -> list[tuple[int, int]]:
         """(row, token) of the rows that go on after this step."""
         if not self.numbers:
             return []
-        picked = self._pick(self.decoder.read(self.tokens_BT))
+        ids_B = self._next(self.last_B) if self.ids_B is None else self.ids_B
+        self.left -= 1
+        ahead_B = self._next(ids_B) if self.looks_ahead and self.left else None
+        picked: Any = ids_B.tolist()
         going = [i for i, token in enumerate(picked) if token not in self.sampling.stop]
         out = [(self.numbers[i], picked[i]) for i in going]
         if going and len(going) < len(picked):
             self.decoder.keep(going)
+            ids_B = ids_B[mx.array(going)]
+            ahead_B = None if ahead_B is None else ahead_B[mx.array(going)]
         self.numbers = [self.numbers[i] for i in going]
-        self.tokens_BT = mx.array([[picked[i]] for i in going], dtype=mx.int32)
+        self.last_B, self.ids_B = ids_B, ahead_B
         return out
 
-    def _pick(self, logits_BV: mx.array) -> list[int]:
+    def _next(self, last_B: mx.array | None) -> mx.array:
+        """The tokens that follow these; those that follow the prompts for None."""
+        logits_BV = self.decoder.read(None if last_B is None else last_B[:, None])
         if self.sampling.temperature == 0:
-            ids: Any = mx.argmax(logits_BV, axis=-1).tolist()
-            return ids
+            next_B = mx.argmax(logits_BV, axis=-1).astype(mx.int32)
+            mx.async_eval(next_B)
+            return next_B
         draws = [self.draws[n].random() for n in self.numbers]
-        return sample(np.array(logits_BV), draws, self.sampling)
+        return mx.array(sample(np.array(logits_BV), draws, self.sampling), dtype=mx.int32)

@@ -38,7 +38,7 @@ class LoraLinear(nn.Module):
     def __call__(self, x: mx.array) -> mx.array:
         a_RI = self.lora_A.astype(x.dtype)
         b_OR = (self.lora_B * self._scale).astype(x.dtype)
-        return self.base(x) + self._dropped(x) @ a_RI.T @ b_OR.T
+        return mx.addmm(self.base(x), self._dropped(x) @ a_RI.T, b_OR.T)
 
     def _dropped(self, x: mx.array) -> mx.array:
         if self._key is None or not self._dropout:

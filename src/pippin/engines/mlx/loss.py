@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from pippin.engines.mlx.body import Head, scalar
+from pippin.engines.mlx.elementwise import exp
 
 
 def head_loss(
@@ -67,7 +68,7 @@ def _chunk(products_CV: mx.array, target_C1: mx.array, head: Head) -> tuple[mx.a
     """The chunk's summed loss and its gradient with respect to the products."""
     logits_CV = head.finish(products_CV)
     top_C1 = logits_CV.max(axis=1, keepdims=True)
-    powers_CV = mx.exp(logits_CV - top_C1)  # once: it is the slowest thing here
+    powers_CV = exp(logits_CV - top_C1)  # once: it is the slowest thing here
     sum_C1 = powers_CV.sum(axis=1, keepdims=True)
     target_logit_C1 = mx.take_along_axis(logits_CV, target_C1, axis=1)
     loss = (mx.log(sum_C1) + top_C1 - target_logit_C1).sum()

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from pippin.engines import Tokens, TopK
 from pippin.engines.mlx.body import Head, hidden_states
+from pippin.engines.mlx.elementwise import logsumexp
 
 
 def logprobs(network: nn.Module, head: Head | None, tokens_BT: Tokens) -> NDArray[np.float32]:
@@ -22,7 +23,7 @@ def logprobs(network: nn.Module, head: Head | None, tokens_BT: Tokens) -> NDArra
 
     def pick(logits_CV: mx.array, part: slice) -> mx.array:
         target_C1 = mx.take_along_axis(logits_CV, wanted_N1[part], axis=1)
-        return (target_C1 - mx.logsumexp(logits_CV, axis=1, keepdims=True))[:, 0]
+        return (target_C1 - logsumexp(logits_CV))[:, 0]
 
     rows, columns = tokens_BT.shape[0], tokens_BT.shape[1] - 1
     picked = list(_over_chunks(network, head, tokens_BT[:, :-1], pick))
@@ -43,7 +44,7 @@ def topk(
     def pick(logits_CV: mx.array, part: slice) -> tuple[mx.array, mx.array]:
         ids_CK = mx.concatenate([likeliest(logits_CV, k), given_NK[part]], axis=1)
         kept_CK = mx.take_along_axis(logits_CV, ids_CK, axis=1)
-        return ids_CK, kept_CK - mx.logsumexp(logits_CV, axis=1, keepdims=True)
+        return ids_CK, kept_CK - logsumexp(logits_CV)
 
     picked = list(_over_chunks(network, head, tokens_BT, pick))
     ids, kept = ([np.array(part) for part in parts] for parts in zip(*picked, strict=True))

@@ -4,7 +4,7 @@ Shape letters: H heads, K kv heads, T tokens of the row, S slots, C head channel
 K x C, L slots of one sample.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,8 +53,10 @@ def find_slots(edges: Sequence[int]) -> Slots:
     return Slots(groups=tuple(groups), token_S=mx.array(token_S), slot_T=mx.array(slot_T))
 
 
-def attend(query: mx.array, key: mx.array, value: mx.array, slots: Slots, rule: Any) -> mx.array:
-    """(1, H, T, C), (1, K, T, C) -> (1, H, T, C). `rule(L)` gives a call's other arguments."""
+def attend(
+    query: mx.array, key: mx.array, value: mx.array, slots: Slots, call: Callable[..., mx.array]
+) -> mx.array:
+    """(1, H, T, C), (1, K, T, C) -> (1, H, T, C). `call` is attention of whole samples."""
     channels = value.shape[-1]
     sizes = [samples * length for samples, length in slots.groups]
     bounds = np.cumsum(sizes)[:-1].tolist()
@@ -62,8 +64,7 @@ def attend(query: mx.array, key: mx.array, value: mx.array, slots: Slots, rule: 
     outs = []
     for (samples, length), *qkv in zip(slots.groups, *parts, strict=True):
         q, k, v = (x.reshape(samples, length, *x.shape[1:]).swapaxes(1, 2) for x in qkv)
-        out = mx.fast.scaled_dot_product_attention(q, k, v, **rule(length))
-        outs.append(out.swapaxes(1, 2).reshape(samples * length, -1))
+        outs.append(call(q, k, v).swapaxes(1, 2).reshape(samples * length, -1))
     out_TD = _move(mx.concatenate(outs), slots.slot_T, slots.token_S)
     out_THC = out_TD.reshape(len(out_TD), query.shape[1], -1)
     return out_THC[..., :channels].swapaxes(0, 1)[None]
