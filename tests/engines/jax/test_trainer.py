@@ -151,6 +151,30 @@ def test_an_adapter_of_some_layers_trains_those_alone(jax_engine, torch_engine, 
     assert ours.weights().keys() == theirs.weights().keys()
 
 
+def test_dora_equals_the_torch_engine(jax_engine, torch_engine, tiny, tmp_path):
+    """Layers without a pair keep their outputs; a saved adapter is read with its norms."""
+    from pippin.model.adapter import Base, first_magnitudes, save_adapter
+    from pippin.model.weights import Checkpoint
+
+    lora, folder = Lora(rank=4, alpha=8, dora=True, targets=("model.layers.1.*",)), tiny("qwen2")
+    weights = first_adapter(folder, lora)
+    linears = {name.rpartition(".lora_")[0] for name in weights}
+    weights |= first_magnitudes(Checkpoint(folder), linears)
+    engines, train = (jax_engine, torch_engine), Train(row_tokens=ROW, weight_decay=0.1)
+    trainers = [e.load(folder, "float32").trainer(train, lora, weights, 0) for e in engines]
+    for step in range(5):
+        a, b = (trainer.step([packed((60, 90), step)], 1e-2) for trainer in trainers)
+        assert a.loss_sum / a.tokens == pytest.approx(b.loss_sum / b.tokens, abs=1e-4)
+        assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-3)
+    mine, other = (trainer.weights() for trainer in trainers)
+    for name, array in other.items():
+        np.testing.assert_allclose(mine[name], array, atol=1e-3, err_msg=name)
+    save_adapter(tmp_path, lora, mine, Base(name=str(folder), digest=""))
+    tokens = np.random.default_rng(4).integers(3, 97, (2, 30)).astype(np.int32)
+    ours, theirs = (e.load(folder, "float32", tmp_path).logprobs(tokens) for e in engines)
+    np.testing.assert_allclose(ours, theirs, atol=1e-4)
+
+
 def test_what_is_not_there_is_refused(jax_engine, tiny):
     with pytest.raises(UsageError, match="float8"):
         trained(jax_engine, tiny("llama"), Train(frozen_dtype="float8"))
@@ -188,7 +212,7 @@ def test_peft_loads_what_was_trained_here(jax_engine, tiny, tmp_path):
     assert np.abs(plain - ours).max() > 1e-2
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_an_adapter_over_codes_equals_the_torch_engine(jax_engine, torch_engine, tmp_path, bits):
     """Torch trains over the dequantized weights; here the layers' codes stay codes."""
     from pippin.engines.jax.products import Codes

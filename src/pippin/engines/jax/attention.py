@@ -62,18 +62,20 @@ def row_attention(spec: Spec, segments_BT: Array, window: Array) -> Attend:
 def cudnn_attention(spec: Spec, segments_BT: Array, window: Array) -> Attend:
     """The same by cuDNN's flash attention, with the mask as an added bias.
 
-    Its head channels are a multiple of 8: what is missing is zeros, which change no score.
+    It takes an even number of tokens and a multiple of 8 head channels: what is missing is zeros,
+    which change no score, and tokens that nobody sees.
     """
-    columns_T = jnp.arange(segments_BT.shape[1])
-    seen_BTS = _seen(segments_BT, window, columns_T, columns_T)
-    missing = -spec.head_dim % 8
+    length = segments_BT.shape[1]
+    tokens, channels = length % 2, -spec.head_dim % 8
+    columns_T = jnp.arange(length + tokens)
+    seen_BTS = _seen(jnp.pad(segments_BT, ((0, 0), (0, tokens))), window, columns_T, columns_T)
 
     def attend(q: Array, k: Array, v: Array) -> Array:
-        wide = (jnp.pad(x, ((0, 0),) * 3 + ((0, missing),)) for x in (q, k, v))
+        wide = (jnp.pad(x, ((0, 0), (0, tokens), (0, 0), (0, channels))) for x in (q, k, v))
         out = jax.nn.dot_product_attention(
             *wide, mask=seen_BTS[:, None], scale=spec.scale, implementation="cudnn"
         )
-        return out[..., : spec.head_dim]
+        return out[:, :length, :, : spec.head_dim]
 
     return attend
 
@@ -85,11 +87,10 @@ def has_cudnn(spec: Spec, dtype: str, device: jax.Device) -> bool:
 
 
 def saves(primitive: Any, *_: Any, **parameters: Any) -> bool:
-    """What a layer keeps for its backward pass: products with weights and attention's outputs."""
+    """What a layer keeps for its backward pass: products with weights, attention, DoRA's norms."""
     policies = jax.checkpoint_policies
-    kept = policies.save_from_both_policies(
-        policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names("attended")
-    )
+    named = policies.save_only_these_names("attended", "norm")
+    kept = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, named)
     cudnn = primitive.name.startswith("dot_product_attention_fwd")
     return cudnn or kept(primitive, *_, **parameters)
 

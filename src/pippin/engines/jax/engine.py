@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from pippin.data.batches import Batch
 from pippin.engines import Sampling, Tokens, TopK, Weights
-from pippin.engines.arrays import adapted, refuse_dora
+from pippin.engines.arrays import adapted
 from pippin.engines.jax import device as devices
 from pippin.engines.jax.architecture import Spec
 from pippin.engines.jax.decoder import Net
@@ -100,10 +100,10 @@ class JaxModel:
         """A trainer that takes this model over. `lora` None trains every weight.
 
         `weights` is the first adapter: `<linear>.lora_A.weight` (R, I), `<linear>.lora_B.weight`
-        (O, R). Raises ModelError where it does not fit the model.
+        (O, R), DoRA's `<linear>.lora_magnitude_vector` (O,). Raises ModelError where it does not
+        fit the model.
         """
         _refuse_float8(train)
-        refuse_dora("jax", weights)
         first: Any
         if lora is None:
             dequantize(self.spec, self._net.params, self.device)
@@ -130,7 +130,6 @@ def _saved_adapter(spec: Spec, folder: Path, device: jax.Device) -> Adapter:
     from pippin.model.adapter import load_adapter
 
     adapter = load_adapter(folder)
-    refuse_dora("jax", adapter.weights)
     pairs: Any = stack_pairs(spec, adapter.weights)
     scales: Any = stack_scales(spec, {name: adapter.scale_of(name) for name in adapter.linears})
     placed: Any = jax.device_put((pairs, scales), device)

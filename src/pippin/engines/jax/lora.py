@@ -7,33 +7,41 @@ import re
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from numpy.typing import NDArray
 
 from pippin.engines import Weights
-from pippin.engines.arrays import adapted, find_pair
+from pippin.engines.arrays import adapted, find_magnitude, find_pair
 from pippin.engines.jax.architecture import Spec
-from pippin.engines.jax.products import Lora
+from pippin.engines.jax.products import Lora, Pair
 from pippin.errors import ModelError
+from pippin.model.names import MAGNITUDE
 
-# By linear within a layer: {"A": (L, R, I), "B": (L, O, R)} float32.
+# By linear within a layer: {"A": (L, R, I), "B": (L, O, R)} float32; DoRA's {VECTOR: (L, O)}.
 Pairs: TypeAlias = dict[str, dict[str, Array]]
+VECTOR = MAGNITUDE.removeprefix("lora_")
 _NAME = re.compile(r"model\.layers\.(\d+)\.(.+)\.lora_([AB])\.weight")
 
 
 def scaled(pairs: Pairs, scale_L: Mapping[str, Array]) -> Lora:
-    """A and scale * B, as the decoder reads them."""
-    return {
-        name: (pair["A"], pair["B"] * scale_L[name][:, None, None]) for name, pair in pairs.items()
-    }
+    """A and scale * B, as the decoder reads them, and DoRA's vectors where a layer has one."""
+
+    def read(pair: Mapping[str, Array], scale_L: Array) -> Pair:
+        b_LOR = pair["B"] * scale_L[:, None, None]
+        if VECTOR not in pair:
+            return Pair(pair["A"], b_LOR)
+        return Pair(pair["A"], b_LOR, jnp.where(scale_L[:, None] == 0, jnp.nan, pair[VECTOR]))
+
+    return {name: read(pair, scale_L[name]) for name, pair in pairs.items()}
 
 
 def stack_pairs(spec: Spec, weights: Weights) -> dict[str, dict[str, NDArray[Any]]]:
     """`<linear>.lora_A.weight` (R, I) and `<linear>.lora_B.weight` (O, R), by linear of a layer.
 
-    Smaller ranks are filled up with zeros. Raises ModelError where the model has no such linear, or
-    one of another shape.
+    DoRA's `<linear>.lora_magnitude_vector` (O,) stands beside them. Smaller ranks are filled up
+    with zeros. Raises ModelError where the model has no such linear, or one of another shape.
     """
     pairs: dict[str, dict[str, NDArray[Any]]] = {}
     for name in adapted(weights):
@@ -43,6 +51,10 @@ def stack_pairs(spec: Spec, weights: Weights) -> dict[str, dict[str, NDArray[Any
         pair = pairs.setdefault(linear, _empty(spec, linear, _rank(weights, linear)))
         pair["A"][number, : a_RI.shape[0]] = a_RI
         pair["B"][number, :, : b_OR.shape[1]] = b_OR
+        magnitude_O = find_magnitude(weights, name, outputs)
+        if magnitude_O is not None:
+            empty = np.zeros((spec.num_layers, outputs), np.float32)
+            pair.setdefault(VECTOR, empty)[number] = magnitude_O
     return pairs
 
 

@@ -10,13 +10,25 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 
 EXACT = lax.Precision.HIGHEST  # float32 products stay float32 on hardware that would round them
 # XLA may leave out roundings to bfloat16 between operators; PyTorch rounds after each of them.
 ROUNDS = {"xla_allow_excess_precision": False}
 
-# By linear within a layer: A (L, R, I) and B (L, O, R), B already scaled.
-Lora: TypeAlias = dict[str, tuple[Array, Array]]
+
+class Pair(NamedTuple):
+    """An adapter's matrices (..., R, I) and (..., O, R), B already scaled; DoRA's vector (..., O).
+
+    The vector is not a number in a layer that has none.
+    """
+
+    a_RI: Array
+    b_OR: Array
+    magnitude_O: Array | None = None
+
+
+Lora: TypeAlias = dict[str, Pair]  # by linear within a layer
 Project: TypeAlias = Callable[[str, Array], Array]
 
 
@@ -31,22 +43,40 @@ class Codes(NamedTuple):
 def linears(
     weights: dict[str, Any], lora: Lora, dropout: float = 0.0, key: Array | None = None
 ) -> Project:
-    """x W^T + bias + dropout(x) A^T B^T of one layer's linears, by name."""
+    """gain * (x W^T + dropout(x) A^T B^T) + bias of one layer's linears, by name."""
 
     def project(name: str, x: Array) -> Array:
         weight_OI = dense(weights[f"{name}.weight"], x.shape[-1], x.dtype)
         y = jnp.matmul(x, weight_OI.T, precision=EXACT)
+        if name in lora:
+            drawn = None if key is None else jax.random.fold_in(key, sorted(lora).index(name))
+            y = y + _low_rank(lora[name], x, dropout, drawn)
+            y = y * _gain(lora[name], weight_OI)
         if f"{name}.bias" in weights:
             y = y + weights[f"{name}.bias"]
-        if name not in lora:
-            return y
-        a_RI, b_OR = (side.astype(x.dtype) for side in lora[name])
-        if dropout and key is not None:
-            x = _drop(x, dropout, jax.random.fold_in(key, sorted(lora).index(name)))
-        z_BTR = jnp.matmul(x, a_RI.T, precision=EXACT)
-        return y + jnp.matmul(z_BTR, b_OR.T, precision=EXACT)
+        return y.astype(x.dtype)
 
     return project
+
+
+def _low_rank(pair: Pair, x: Array, dropout: float, key: Array | None) -> Array:
+    a_RI, b_OR = pair.a_RI.astype(x.dtype), pair.b_OR.astype(x.dtype)
+    if dropout and key is not None:
+        x = _drop(x, dropout, key)
+    z_BTR = jnp.matmul(x, a_RI.T, precision=EXACT)
+    return jnp.matmul(z_BTR, b_OR.T, precision=EXACT)
+
+
+def _gain(pair: Pair, weight_OI: Array) -> Array | int:
+    """DoRA's (O,) float32: the trained norms over those of W + BA; 1 without DoRA.
+
+    The latter are constants to gradients, as in section 4.3 of https://arxiv.org/abs/2402.09353.
+    """
+    if pair.magnitude_O is None:
+        return 1
+    sum_OI = weight_OI.astype(jnp.float32) + exact_product(pair.b_OR, pair.a_RI)
+    norm_O = checkpoint_name(lax.stop_gradient(jnp.linalg.norm(sum_OI, axis=1)), "norm")
+    return jnp.where(jnp.isnan(pair.magnitude_O), 1.0, pair.magnitude_O / norm_O)
 
 
 def dense(weight: Array | Codes, inputs: int, dtype: Any) -> Array:
