@@ -1,5 +1,7 @@
 """Plans: their steps and forecasts, and refusals with numbers and the nearest thing that fits."""
 
+import math
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -7,10 +9,11 @@ import pytest
 
 from pippin import plan as planning
 from pippin.errors import ModelError, PippinError, UsageError
-from pippin.forecast import Forecast, look, smaller
+from pippin.forecast import Forecast, look
 from pippin.machine import Accelerator
 from pippin.plan import make_plan
 from pippin.steps import make_steps
+from pippin.ways import fastest_fits, kinds_that_fit, ways
 from tests.tiny_runs import MACHINE, change, make_recipe
 
 
@@ -147,21 +150,56 @@ def test_refusal_has_the_numbers_and_what_would_fit(recipe):
 def test_what_is_offered_does_fit(recipe):
     free = 4_000_000_000
     _, hint = huge(recipe, free).refusals[0]
-    rows = int(hint.split("batch_rows = ")[1].split(":")[0])
+    rows = int(hint.split("batch_rows = ")[1].split(",")[0])
     fitting = change(recipe, train={"row_tokens": 8192, "batch_rows": rows})
     assert make_plan(fitting, replace(MACHINE, memory_available=free)).refusals == ()
-    wider = change(fitting, train={"batch_rows": 2 * rows})
-    assert make_plan(wider, replace(MACHINE, memory_available=free)).refusals
 
 
-def test_what_is_offered_gets_smaller_and_smaller(recipe):
-    wide = change(recipe, train={"row_tokens": 1024, "batch_rows": 4})
-    facts = look(wide, recipe.folder / "model")
+def forecast_of(recipe, **train):
+    """Of a model of 30 layers, for rows of 1,024 tokens."""
+    asked = change(recipe, train={"row_tokens": 1024, "batch_rows": 2, "accumulate": 2, **train})
+    facts = look(asked, recipe.folder / "model")
     facts = replace(facts, config=replace(facts.config, num_layers=30))
-    forecast = Forecast(recipe=wide, machine=MACHINE, facts=facts)
-    sizes = [forecast.train().memory, *(other.train().memory for _, other in smaller(forecast))]
-    assert sizes == sorted(sizes, reverse=True)
-    assert len(sizes) == 1 + 2 + 1 + 3
+    return Forecast(recipe=asked, machine=MACHINE, facts=facts)
+
+
+def test_every_way_computes_the_same_updates(recipe):
+    found = ways(forecast_of(recipe))
+    paces = [way.pace for way in found]
+    assert paces == sorted(paces)
+    assert "" in [way.keys for way in found], "the recipe as it is"
+    whole = re.compile(r"train\.(row_tokens|batch_rows|accumulate) = (\d+)")
+    for way in found:
+        sizes = {"row_tokens": 1024, "batch_rows": 2, "accumulate": 2}
+        sizes |= {key: int(value) for key, value in whole.findall(way.keys)}
+        assert math.prod(sizes.values()) == 4096, way.keys
+        assert sizes["row_tokens"] >= recipe.data.max_seq_len
+
+
+def test_more_memory_is_used_for_speed(recipe):
+    forecast = forecast_of(recipe)
+    sizes = sorted({way.memory for way in ways(forecast)})
+    best = [fastest_fits(forecast, free) for free in sizes]
+    assert all(way.memory <= free for way, free in zip(best, sizes, strict=True))
+    assert [way.pace for way in best] == sorted((way.pace for way in best), reverse=True)
+    assert best[-1].keys == "train.batch_rows = 4, train.accumulate = 1"
+    assert "gradient_checkpointing = true" in best[0].keys
+    assert fastest_fits(forecast, 0) is None
+
+
+def test_samples_are_cut_only_where_nothing_else_fits(recipe):
+    forecast = forecast_of(change(recipe, data={"max_seq_len": 1024}))
+    least = min(way.memory for way in ways(forecast))
+    assert "max_seq_len" not in fastest_fits(forecast, least).keys
+    assert "data.max_seq_len = 512" in fastest_fits(forecast, least - 1).keys
+
+
+def test_a_quantized_base_is_offered_where_it_saves_memory(recipe):
+    forecast = forecast_of(recipe)
+    native = replace(forecast, machine=replace(MACHINE, native_bfloat16=True))
+    for each, offered in ((forecast, False), (native, True)):
+        found = [way for way in kinds_that_fit(each, 2**40) if "quantized" in way.keys]
+        assert bool(found) is offered
 
 
 def test_no_room_at_all(recipe):

@@ -4,7 +4,7 @@ import io
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, TextIO
 
 from rich.console import Console as Rich
@@ -149,6 +149,8 @@ class Console:
         for name, value in facts:
             self.text(f"{name:9} {value}")
         self.out.print(tables.plan_steps(plan, done))
+        if plan.ways and (plan.machine.elsewhere or plan.refusals):
+            self.out.print(tables.plan_ways(plan))
 
     def probes(self, found: Iterator[Begun | Finding]) -> list[Finding]:
         """Draw a device's probes as they come, then their table; the findings."""
@@ -220,5 +222,6 @@ def plan_json(plan: Plan, done: set[str]) -> dict[str, Any]:
             {"name": s.name, "stage": s.stage, "done": s.name in done, "need": needs.get(s.name)}
             for s in plan.steps
         ],
+        "ways": [asdict(way) for way in plan.ways],
         "refusals": [{"error": message, "hint": hint} for message, hint in plan.refusals],
     }

@@ -1,7 +1,7 @@
-"""What each step will need of memory, disk and time: the arithmetic of memory.py for a plan."""
+"""What each step will need of memory, disk and time: the arithmetic for a plan."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from pippin import memory
@@ -82,12 +82,16 @@ def _guess_adapted(config: ModelConfig, targets: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forecast:
-    """Asks memory.py about the stages of one recipe; `updates` of training where they are known."""
+    """Asks memory.py about the stages of one recipe; `updates` of training where they are known.
+
+    `evaluates` tells that the base is evaluated in the same process before training.
+    """
 
     recipe: Recipe
     machine: Machine
     facts: Facts
     updates: int | None = None
+    evaluates: bool = True
 
     def need(self, step: Step) -> Need:
         """What one step needs."""
@@ -134,9 +138,10 @@ class Forecast:
     def train(self) -> Need:
         """The peak of the process, or of the device; checkpoints hold masters and both moments."""
         train = self.recipe.train
+        before = LEFT_BEHIND if self.device == "cpu" and self.evaluates else 0
         kept = 12 * self.trained * (train.keep_checkpoints if train.checkpoint_every else 0)
         return Need(
-            memory=self.train_peak(),
+            memory=self.train_peak() + before,
             disk=(4 if train.method == "lora" else 2) * self.trained + kept,
             seconds=self._train_seconds(),
         )
@@ -152,7 +157,7 @@ class Forecast:
         train, lora, config = self.recipe.train, self.recipe.lora, self.facts.config
         full = train.method == "full"
         shape = TrainShape(
-            device=self.device,
+            device=self.device if self.recipe.model.engine == "torch" else "",
             tokens=train.row_tokens * train.batch_rows,
             longest=min(train.row_tokens, self.recipe.data.max_seq_len),
             itemsize=self.itemsize,
@@ -166,12 +171,20 @@ class Forecast:
         )
         return train_bytes(config, shape)
 
+    @property
+    def trains_over_codes(self) -> bool:
+        """Whether a quantized base stays in its codes: on a CPU PyTorch's, on a GPU MLX's."""
+        engine = self.recipe.model.engine
+        if engine == "mlx":
+            return self.device != "cpu"
+        return (engine, self.device, self.itemsize) == ("torch", "cpu", 2)
+
     def _packed(self) -> int:
-        """The group of 4-bit codes that PyTorch keeps on a CPU in bfloat16; 0 for dense weights."""
+        """The group of 4-bit codes that linears are kept in; 0 for dense weights."""
         asked = self.facts.config.quantization or {}
         group = asked.get("group_size", 0)
-        here = (self.recipe.model.engine, self.device, self.itemsize) == ("torch", "cpu", 2)
-        return group if here and asked.get("bits") == 4 and group in PACKED_GROUPS else 0
+        fits = asked.get("bits") == 4 and group in PACKED_GROUPS
+        return group if fits and self.trains_over_codes else 0
 
     def _train_seconds(self) -> float | None:
         """4N operations a token for an adapter, 6N for all; 2N more to recompute."""
@@ -250,27 +263,3 @@ class Forecast:
         q = self.recipe.quantize
         grids = ((q.bits, q.group_size), (q.embed_bits, q.embed_group_size))
         return memory.quantized_size(self.facts.config, grids)
-
-
-def smaller(forecast: Forecast) -> list[tuple[str, Forecast]]:
-    """Changes that make training smaller, the gentlest first: (keys to set, its forecast)."""
-    recipe, train = forecast.recipe, forecast.recipe.train
-    options = []
-    for rows in _halves(train.batch_rows, 1):
-        options.append((f"train.batch_rows = {rows}", replace(train, batch_rows=rows)))
-    spared = replace(train, batch_rows=1, gradient_checkpointing=True)
-    keys = "train.batch_rows = 1, " if train.batch_rows > 1 else ""
-    keys += "train.gradient_checkpointing = true"
-    options.append((keys, spared))
-    for tokens in _halves(train.row_tokens, 128):
-        text = f"{keys}, train.row_tokens and data.max_seq_len = {tokens}"
-        options.append((text, replace(spared, row_tokens=tokens)))
-    return [(t, replace(forecast, recipe=replace(recipe, train=new))) for t, new in options]
-
-
-def _halves(value: int, least: int) -> list[int]:
-    halves = []
-    while value // 2 >= least:
-        value //= 2
-        halves.append(value)
-    return halves

@@ -10,10 +10,11 @@ from pippin import artifact
 from pippin.check.record import heed
 from pippin.errors import PippinError, UsageError
 from pippin.figures import bytes_text
-from pippin.forecast import Forecast, Need, look, smaller
+from pippin.forecast import Forecast, Need, look
 from pippin.machine import Machine
 from pippin.recipe import Recipe
 from pippin.steps import Step, make_steps, model_folder, run_folder
+from pippin.ways import Way, fastest_fits, kinds_that_fit
 
 Refusal: TypeAlias = tuple[str, str]  # message, hint
 EXTRA_DISK = 1.05  # a new folder stands beside the old one until it is complete
@@ -25,7 +26,7 @@ class Plan:
 
     `needs` by step name are empty while the model is only on the hub; `refusals` say why the run
     cannot start; `updates` of training where the rows were counted; `notices` what a device check
-    changed in the recipe.
+    changed in the recipe; `ways` how else it can be trained there, the fastest of each kind first.
     """
 
     recipe: Recipe
@@ -39,6 +40,7 @@ class Plan:
     refusals: tuple[Refusal, ...]
     updates: int | None = None
     notices: tuple[str, ...] = ()
+    ways: tuple[Way, ...] = ()
 
     def raise_refusals(self) -> None:
         """Raise PippinError with every refusal."""
@@ -69,7 +71,13 @@ def make_plan(recipe: Recipe, machine: Machine, updates: int | None = None) -> P
     updates = updates or recipe.train.steps
     forecast = None
     if facts:
-        forecast = Forecast(recipe=recipe, machine=machine, facts=facts, updates=updates)
+        forecast = Forecast(
+            recipe=recipe,
+            machine=machine,
+            facts=facts,
+            updates=updates,
+            evaluates=not _evaluated(steps),
+        )
     return Plan(
         recipe=recipe,
         machine=machine,
@@ -82,7 +90,20 @@ def make_plan(recipe: Recipe, machine: Machine, updates: int | None = None) -> P
         refusals=tuple(_refusals(forecast, steps)) if forecast else (),
         updates=updates,
         notices=notices,
+        ways=_ways(forecast, steps) if forecast else (),
     )
+
+
+def _ways(forecast: Forecast, steps: tuple[Step, ...]) -> tuple[Way, ...]:
+    """What fits in the memory that training may take."""
+    train = [step for step in steps if step.stage == "train"]
+    return tuple(kinds_that_fit(forecast, _free_memory(forecast, train[0]))) if train else ()
+
+
+def _evaluated(steps: tuple[Step, ...]) -> bool:
+    """Whether the base's evaluation is on disk: then training has the process to itself."""
+    base = [step for step in steps if step.name == "evaluate-base"]
+    return all(artifact.read_manifest(step.folder) is not None for step in base)
 
 
 def _require(recipe: Recipe, machine: Machine) -> None:
@@ -135,10 +156,8 @@ def _free_memory(forecast: Forecast, step: Step) -> int:
 
 def _fitting(forecast: Forecast, step: Step, free: int) -> str:
     """The nearest thing that fits."""
-    if step.stage == "train":
-        for keys, other in smaller(forecast):
-            if (need := other.need(step).memory) <= free:
-                return f"set {keys}: about {bytes_text(need)}"
+    if step.stage == "train" and (way := fastest_fits(forecast, free)):
+        return f"set {way.keys}: about {bytes_text(way.memory)}"
     if step.stage == "evaluate":
         return "lower evaluate.batch_rows, or close other programs"
     return "choose a smaller model, or a machine with more memory"

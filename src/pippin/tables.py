@@ -147,6 +147,19 @@ def plan_steps(plan: Plan, done: set[str]) -> Table:
     return table
 
 
+def plan_ways(plan: Plan) -> Group:
+    """How else the recipe can be trained there, the fastest first; its updates stay the same."""
+    table = _table()
+    table.add_column("the same updates, the fastest that fit", overflow="fold")
+    for heading in ("memory", "a token's time"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for way in plan.ways:
+        table.add_row(
+            Text(way.keys or "as the recipe is"), bytes_text(way.memory), f"{way.pace:.2f}x"
+        )
+    return Group(table)
+
+
 def _need(plan: Plan, step: Step) -> tuple[str, str, str]:
     need = plan.needs.get(step.name)
     if need is None:

@@ -59,7 +59,8 @@ class TrainShape:
     `trained` counts trainable parameters; `adapted` are the last names of the linears with an
     adapter of `rank`, none in full fine-tuning; `gained` counts the outputs, in all layers, that
     DoRA rescales. `packed` is the group of 4-bit codes that linears are kept in, 0 for dense ones.
-    `accumulates` tells that gradients of an earlier micro-batch are there.
+    `accumulates` tells that gradients of an earlier micro-batch are there. `device` is where
+    PyTorch computes, empty for another engine.
     """
 
     device: str

@@ -1,0 +1,136 @@
+"""Other ways to train the same recipe: rows, their length, checkpointing, a quantized base.
+
+An update stays what it was: as many tokens, whatever of them are computed at once. Each way has its
+memory and its pace, the time of a token beside the recipe's own.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pippin.forecast import Forecast
+from pippin.model.config import ModelConfig
+from pippin.recipe import Train
+
+# A pass of so many tokens takes twice the time a token of an endless one: weights are read, and
+# kernels are started, once a pass.
+HALF = 256
+# Making dense copies of a quantized base, forward and backward, beside the products themselves.
+DECODING = 0.1
+SHORTEST = 128  # tokens of a row; samples are cut down to it where nothing else fits
+LONGEST = 8192
+BITS, GROUP = 4, 64  # of a quantized base: the recipe's defaults
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Way:
+    """One way to train. `keys` are what it changes in the recipe, in words; `memory` bytes.
+
+    `pace` is its time a token over that of the recipe as it is: 0.8 is faster.
+    """
+
+    keys: str
+    memory: int
+    pace: float
+
+
+def ways(forecast: Forecast) -> list[Way]:
+    """Every way that computes the recipe's own updates, the fastest first."""
+    return _sorted(forecast, _settings(forecast.recipe.train, forecast.recipe.data.max_seq_len))
+
+
+def shorter_ways(forecast: Forecast) -> list[Way]:
+    """One row, checkpointing, and samples cut shorter and shorter."""
+    train, length = forecast.recipe.train, forecast.recipe.train.row_tokens
+    spared = replace(train, batch_rows=1, gradient_checkpointing=True)
+    lengths = []
+    while (length := length // 2) >= SHORTEST:
+        lengths.append(replace(spared, row_tokens=length))
+    return _sorted(forecast, lengths)
+
+
+def fastest_fits(forecast: Forecast, free: int) -> Way | None:
+    """The fastest way that takes no more than `free` bytes; cut samples where no other does."""
+    found = (way for way in (*ways(forecast), *shorter_ways(forecast)) if way.memory <= free)
+    return next(found, None)
+
+
+def kinds_that_fit(forecast: Forecast, free: int) -> list[Way]:
+    """The fastest way that fits of each kind: with or without checkpointing, a quantized base."""
+    first: dict[tuple[bool, bool], Way] = {}
+    for way in ways(forecast):
+        kind = "checkpointing = true" in way.keys, "quantized" in way.keys
+        if way.memory <= free:
+            first.setdefault(kind, way)
+    return list(first.values())
+
+
+def _settings(train: Train, longest: int) -> Iterator[Train]:
+    """Rows x length x passes with the recipe's tokens an update, with checkpointing and without."""
+    whole = train.row_tokens * train.batch_rows * train.accumulate
+    lengths = [train.row_tokens]
+    lengths += [n for n in (2**power for power in range(7, 14)) if longest <= n <= LONGEST]
+    for length in dict.fromkeys(lengths):
+        rows = 1
+        while length * rows <= whole:
+            if whole % (length * rows) == 0:
+                passes = whole // (length * rows)
+                same = replace(train, row_tokens=length, batch_rows=rows, accumulate=passes)
+                yield replace(same, gradient_checkpointing=False)
+                yield replace(same, gradient_checkpointing=True)
+            rows *= 2
+    yield train
+
+
+def _sorted(forecast: Forecast, settings: Any) -> list[Way]:
+    train = forecast.recipe.train
+    own = _pace(forecast, train)
+    found: dict[str, tuple[bool, Way]] = {}
+    for new in settings:
+        for base in _bases(replace(forecast, recipe=replace(forecast.recipe, train=new))):
+            keys = _keys(forecast, train, new, base)
+            pace = _pace(base, new) / own
+            way = Way(keys=keys, memory=base.train().memory, pace=pace)
+            found[keys] = new.row_tokens != train.row_tokens, way
+    order = sorted(
+        found.values(), key=lambda pair: (round(pair[1].pace, 3), pair[0], pair[1].memory)
+    )
+    return [way for _, way in order]
+
+
+def _bases(forecast: Forecast) -> Iterator[Forecast]:
+    """As it is, and quantized where the engine trains over codes."""
+    yield forecast
+    config = forecast.facts.config
+    if (
+        forecast.trains_over_codes
+        and not config.quantization
+        and forecast.recipe.train.method == "lora"
+    ):
+        yield replace(forecast, facts=replace(forecast.facts, config=_quantized(config)))
+
+
+def _quantized(config: ModelConfig) -> ModelConfig:
+    return replace(config, quantization={"bits": BITS, "group_size": GROUP})
+
+
+def _keys(forecast: Forecast, old: Train, new: Train, base: Forecast) -> str:
+    """What to set, in the recipe's own words; empty for the recipe as it is."""
+    names = ("batch_rows", "row_tokens", "accumulate", "gradient_checkpointing")
+    changed = [
+        f"train.{name} = {str(getattr(new, name)).lower()}"
+        for name in names
+        if getattr(new, name) != getattr(old, name)
+    ]
+    if new.row_tokens < forecast.recipe.data.max_seq_len:
+        changed.append(f"data.max_seq_len = {new.row_tokens}")
+    if base.facts.config.quantization and not forecast.facts.config.quantization:
+        changed.append(f"a model.source that is quantized to {BITS} bits first")
+    return ", ".join(changed)
+
+
+def _pace(forecast: Forecast, train: Train) -> float:
+    """Time of a token, in products of the whole model: 4 for an adapter, 6 for all, 2 again."""
+    products = (4 if train.method == "lora" else 6) + 2 * train.gradient_checkpointing
+    codes = DECODING if forecast.facts.config.quantization else 0.0
+    return products * (1 + HALF / (train.row_tokens * train.batch_rows)) * (1 + codes)
