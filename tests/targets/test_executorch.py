@@ -63,6 +63,15 @@ def test_every_linear_is_in_one_of_few_subgraphs(bundle):
     assert sum(row["share"] for row in rows.values()) == pytest.approx(1)
 
 
+def test_a_tied_embedding_is_stored_once(bundle, quantized):
+    from pippin.targets.folder import Folder
+
+    codes = Folder(quantized()).affine("model.embed_tokens").signed.tobytes()
+    assert (bundle / "model.pte").read_bytes().count(codes) == 1
+    said = json.loads((bundle / "deploy.json").read_text())
+    assert said["shared_bytes"] == len(codes) == 320 * 64
+
+
 def test_the_runner_finds_its_constants(bundle):
     from executorch.runtime import Runtime
 

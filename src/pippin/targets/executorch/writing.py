@@ -26,12 +26,18 @@ from pippin.targets.executorch.delegation import read_delegation
 from pippin.targets.executorch.guide import guide
 from pippin.targets.executorch.parts import read_weights
 from pippin.targets.executorch.runtime import PteModel
+from pippin.targets.executorch.sharing import share_segments
 from pippin.targets.executorch.stored import require_stored
 from pippin.targets.families import refuse_family
 from pippin.targets.folder import Folder
 
 PROGRAM, BACKEND = "model.pte", "xnnpack"
 RUNTIME = "a program of ExecuTorch's own runtime"
+
+TWICE = (
+    "the tied embedding is in the file twice: of two 4-bit codes in a byte XNNPACK reads the lower "
+    "half first, the lookup the upper"
+)
 
 
 def write(bundle: Bundle) -> Iterator[Event]:
@@ -45,7 +51,8 @@ def write(bundle: Bundle) -> Iterator[Event]:
     context = require_context(bundle)
     tokenizer = load_tokenizer(bundle.quantized)
     started = time.perf_counter()
-    weights = read_weights(Folder(bundle.quantized), context)
+    folder = Folder(bundle.quantized)
+    weights = read_weights(folder, context)
     program = lowering.export(Decoder(weights, every=False), context)
     yield progress(1, started)
     partitioner = lowering.LevelPartitioner()
@@ -57,6 +64,9 @@ def write(bundle: Bundle) -> Iterator[Event]:
     with (bundle.folder / PROGRAM).open("wb") as file:
         lowering.serialize(edge).write_to_file(file)
     del edge
+    shared = share_segments(bundle.folder / PROGRAM)
+    if folder.config.tied_embeddings and not shared:
+        yield notice("executorch", TWICE)
     copy_side_files(bundle)
     yield progress(3, started)
     stored = require_stored(bundle.folder / PROGRAM, weights)
@@ -75,6 +85,7 @@ def write(bundle: Bundle) -> Iterator[Event]:
             "delegation": asdict(delegation),
             "check": asdict(figures),
             "stored": stored,
+            "shared_bytes": shared,
         },
         guide,
     )
