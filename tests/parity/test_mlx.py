@@ -15,6 +15,7 @@ from pippin.errors import ModelError  # noqa: E402
 from pippin.model.adapter import (  # noqa: E402
     Base,
     adapted_linears,
+    first_magnitudes,
     load_adapter,
     new_adapter,
     save_adapter,
@@ -27,6 +28,7 @@ pytestmark = [pytest.mark.mlx, pytest.mark.torch]
 KINDS = ("llama", "llama_tied", "llama_bias", "llama_head100", "qwen2", "qwen3", "gemma3")
 SCALED = ("cohere", "granite")
 LORA = Lora(rank=4, alpha=8)
+DORA = Lora(rank=4, alpha=8, dora=True)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +55,10 @@ def packed(seed):
 
 
 def first(folder, lora=LORA):
-    return new_adapter(adapted_linears(Checkpoint(folder), lora), lora, seed=0)
+    checkpoint = Checkpoint(folder)
+    linears = adapted_linears(checkpoint, lora)
+    magnitudes = first_magnitudes(checkpoint, linears) if lora.dora else {}
+    return new_adapter(linears, lora, seed=0) | magnitudes
 
 
 @pytest.mark.parametrize("kind", KINDS + SCALED)
@@ -117,12 +122,18 @@ def test_an_adapted_head_trains_as_in_pytorch(engines, tiny):
     assert "full logits" in " ".join(trainers[0].notices)
 
 
-def test_peft_loads_what_was_trained_here(engines, tiny, tmp_path):
-    folder = tiny("llama")
-    trainer = engines[0].load(folder, "float32").trainer(Train(), LORA, first(folder), 0)
+@pytest.mark.parametrize("lora", [LORA, DORA])
+def test_peft_loads_what_was_trained_here(engines, tiny, tmp_path, lora):
+    """With biases; trained as PyTorch trains it."""
+    folder = tiny("llama_bias")
+    start = first(folder, lora)
+    trainers = [e.load(folder, "float32").trainer(Train(), lora, start, 0) for e in engines]
     for number in range(4):
-        trainer.step([packed(number)], 1e-2)
-    save_adapter(tmp_path, LORA, trainer.weights(), Base(name="tiny", digest=""))
+        ours, wanted = (trainer.step([packed(number)], 1e-2) for trainer in trainers)
+        assert ours.loss_sum / ours.tokens == pytest.approx(
+            wanted.loss_sum / wanted.tokens, abs=1e-4
+        )
+    save_adapter(tmp_path, lora, trainers[0].weights(), Base(name="tiny", digest=""))
     logits = peft_logits(folder, tmp_path)
     for engine in engines:
         scored = engine.load(folder, "float32", tmp_path).logprobs(tokens())
@@ -149,7 +160,8 @@ def test_an_adapter_of_peft_loads_here(engines, tiny, tmp_path):
     assert load_adapter(tmp_path).rank == 3
 
 
-def test_an_adapter_of_mlx_lm_loads_in_every_engine(engines, tiny, tmp_path):
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_an_adapter_of_mlx_lm_loads_in_every_engine(engines, tiny, tmp_path, kind):
     """Written by mlx-lm, against mlx-lm's own logits with it."""
     import mlx.core as mx
     from mlx.utils import tree_flatten
@@ -160,7 +172,7 @@ def test_an_adapter_of_mlx_lm_loads_in_every_engine(engines, tiny, tmp_path):
     network = load_network(tiny("llama"), mx.float32)
     settings = {"rank": 3, "scale": 1.7, "dropout": 0.0}
     keys = ["self_attn.q_proj", "mlp.down_proj"]
-    linear_to_lora_layers(network, 2, settings | {"keys": keys})
+    linear_to_lora_layers(network, 2, settings | {"keys": keys}, use_dora=kind == "dora")
     trained = dict(tree_flatten(network.trainable_parameters()))
     rng = np.random.default_rng(2)
     filled = {
@@ -169,7 +181,7 @@ def test_an_adapter_of_mlx_lm_loads_in_every_engine(engines, tiny, tmp_path):
     network.load_weights(list(filled.items()), strict=False)
     mx.save_safetensors(str(tmp_path / "adapters.safetensors"), filled)
     config = {
-        "fine_tune_type": "lora",
+        "fine_tune_type": kind,
         "num_layers": 2,
         "lora_parameters": settings | {"keys": keys},
     }
@@ -180,9 +192,9 @@ def test_an_adapter_of_mlx_lm_loads_in_every_engine(engines, tiny, tmp_path):
     for engine in engines:
         scored = engine.load(tiny("llama"), "float32", tmp_path).logprobs(tokens())
         np.testing.assert_allclose(scored, wanted, atol=2e-5)
-    config["fine_tune_type"] = "dora"
+    config["fine_tune_type"] = "full"
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match="mlx-lm adapter of type dora"):
+    with pytest.raises(ModelError, match="mlx-lm adapter of type full"):
         load_adapter(tmp_path)
 
 

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from pippin.data.batches import Batch
 from pippin.engines import Sampling, Tokens, TopK, Weights
-from pippin.engines.arrays import refuse_dora
 from pippin.engines.mlx import device as devices
 from pippin.engines.mlx import parity
 from pippin.engines.mlx.blas import notice
@@ -126,7 +125,6 @@ class MlxModel:
         `weights` is the first adapter: `<linear>.lora_A.weight` (R, I), `<linear>.lora_B.weight`
         (O, R). Raises ModelError where it does not fit the model.
         """
-        refuse_dora("mlx", weights)
         if lora is None:
             places = full_places(self.network, self.checkpoint)
         else:
@@ -142,6 +140,5 @@ def _add_saved_adapter(network: nn.Module, folder: Path) -> None:
     from pippin.model.adapter import load_adapter
 
     adapter = load_adapter(folder)
-    refuse_dora("mlx", adapter.weights)
     scale = {name: adapter.scale_of(name) for name in adapter.linears}
     add_adapter(network, adapter.weights, scale, dropout=0.0)

@@ -34,13 +34,15 @@ class Place:
 
 
 def lora_places(network: nn.Module, lora: Lora, weights: Weights) -> dict[str, Place]:
-    """Add the adapter's layers; their tensors, `<linear>.lora_A.weight` and its lora_B."""
+    """Add the adapter's layers; their tensors: `<linear>.lora_A.weight`, its lora_B, DoRA's."""
     scale = dict.fromkeys(adapted(weights), lora.scale)
     layers = add_adapter(network, weights, scale, lora.dropout)
     return {
-        f"{name}.{side}.weight": Place(module=layer, attribute=side)
-        for name, layer in layers.items()
-        for side in ("lora_A", "lora_B")
+        key: Place(
+            module=layers[key.rpartition(".lora_")[0]],
+            attribute=key.removesuffix(".weight").rpartition(".")[2],
+        )
+        for key in weights
     }
 
 
