@@ -50,8 +50,8 @@ def refuse_dora(engine: str, weights: Iterable[str]) -> None:
     if any(name.endswith(names.MAGNITUDE) for name in weights):
         raise UsageError(
             f"the engine {engine} does not apply DoRA",
-            "leave lora.dora out, or set model.engine to torch or jax; an adapter that is there can "
-            "be merged with `pippin merge`",
+            "leave lora.dora out, or set model.engine to torch or jax; an adapter that is there "
+            "can be merged with `pippin merge`",
         )
 
 
