@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias
 DType: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
 EngineName: TypeAlias = Literal["jax", "mlx", "torch"]
 DeviceName: TypeAlias = Literal["auto", "cpu", "cuda", "mps"]
+AttentionName: TypeAlias = Literal["auto", "math"]
 DataFormat: TypeAlias = Literal[
     "auto", "messages", "prompt_completion", "instruction", "sharegpt", "text"
 ]
@@ -52,6 +53,11 @@ class Model:
     engine: EngineName = key("torch", "framework that trains and evaluates")
     device: DeviceName = key("auto", "auto picks cuda, then mps, then cpu, and says so")
     dtype: DType = key("auto", "dtype of the frozen weights and activations while training")
+    attention: AttentionName = key(
+        "auto",
+        "auto takes fused kernels; math plain products, slower and larger, for a device whose "
+        "kernels `pippin check` found wrong (PyTorch alone)",
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,6 +129,9 @@ class Train:
     frozen_dtype: FrozenDType = key(
         "auto",
         "auto is model.dtype; float8 rounds frozen linears: faster on new CUDA cards, coarser",
+    )
+    compile: bool = key(
+        True, "compile layers where that is faster and gives the same numbers (PyTorch on CUDA)"
     )
     valid_every: int = key(0, "updates between validation losses; 0 validates once, at the end")
     valid_rows: int = key(64, "validation rows that are scored")
@@ -198,6 +207,11 @@ class Evaluate:
     dtype: DType = key("float32", "dtype of the computation that compares the stages")
     prompts: tuple[str, ...] = key((), "answered by every stage, decoded greedily")
     prompt_tokens: int = key(48, "longest answer to a prompt")
+    slow_seconds: int = key(
+        60,
+        "what a deployed file's rows and answers may take where its runtime gives fewer than 5 "
+        "tokens a second here: it gets as many of them as fit",
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

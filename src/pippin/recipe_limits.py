@@ -52,6 +52,7 @@ LIMITS = {
     "evaluate.max_tokens": COUNT,
     "evaluate.prompt_tokens": COUNT,
     "evaluate.rows": COUNT,
+    "evaluate.slow_seconds": COUNT,
     "evaluate.topk": COUNT,
     "gates.*.max_kl": NATURAL,
     "gates.*.min_exact_match": SHARE,

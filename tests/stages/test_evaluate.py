@@ -1,6 +1,7 @@
 """Every figure of an evaluation against float64 arithmetic over a model that is one table."""
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from pippin.artifact import Origin, read_manifest
-from pippin.engines import TopK
+from pippin.engines import Sampling, TopK
 from pippin.errors import DataError, GateError, PippinError
 from pippin.events import Finished, Notice, Progress, Started
 from pippin.job import Job
@@ -382,6 +383,55 @@ def test_a_deployed_file_is_compared_on_the_rows_it_can_afford(world, monkeypatc
     assert scores["size_bytes"] == (world.root / "b" / "model.pte").stat().st_size
     assert scores["bits_per_weight"] == pytest.approx(8 * scores["size_bytes"] / VOCAB**2)
     assert scorer.shapes
+
+
+def slowly(world, monkeypatch, table):
+    """The fake bundle in a runtime of a few tokens a second, a call of any length the same."""
+    scorer = deploy_as(world, monkeypatch, table)
+    topk, generate, calls = scorer.topk, scorer.generate, []
+
+    def slow_topk(*given):
+        time.sleep(0.21)
+        return topk(*given)
+
+    def slow_generate(prompts, sampling):
+        calls.append(sampling.max_tokens)
+        for step in generate(prompts, sampling):
+            time.sleep(0.21)
+            yield step
+
+    scorer.topk, scorer.generate = slow_topk, slow_generate
+    return calls
+
+
+def test_a_slow_runtime_confirms_its_parent_s_answers_to_as_many_rows_as_fit(world, monkeypatch):
+    world.measure("base", "adapter", "merged", "quantized")
+    parent = module.read_scores(world.root / "evaluate-quantized")
+    calls = slowly(world, monkeypatch, world.tables["quantized"])
+    asked = replace(world.recipe.evaluate, slow_seconds=1, prompt_tokens=8)
+    scores, events = world.measure("deployed-executorch", evaluate=asked, deploy=Deploy(context=32))
+    assert 1 <= scores["rows"] == scores["answered"] < 4
+    assert scores["samples"] == parent["samples"][: scores["rows"]]
+    assert scores["answers"] == parent["answers"]
+    assert scores["kl"] == pytest.approx(0.0, abs=1e-6)
+    assert calls == [2]  # the speed; every answer was one call
+    assert any(f"{scores['rows']} of 8 rows, " in text for text in notices(events))
+
+
+def test_a_slow_runtime_answers_for_itself_from_the_first_other_token_on(world, monkeypatch):
+    world.measure("base", "adapter", "merged", "quantized")
+    calls = slowly(world, monkeypatch, world.tables["adapter"][::-1])
+    asked = replace(world.recipe.evaluate, slow_seconds=1, max_tokens=4)
+    gates = Gates(deployed=Gate(max_kl=9.0, min_gain_kept=0.9))
+    with pytest.raises(GateError, match="gain kept"):
+        world.measure("deployed-executorch", evaluate=asked, gates=gates, deploy=Deploy(context=32))
+    assert calls[0] == 2
+    found = module.read_scores(world.root / "evaluate-deployed-executorch")
+    table = Table(world.tables["adapter"][::-1])
+    for sample in found["samples"]:
+        prompt = np.array(ids_of(sample["prompt"]), np.int32)
+        steps = table.generate([prompt], Sampling(max_tokens=4, stop=frozenset({END})))
+        assert sample["ids"] == [step[0] for step in steps]
 
 
 def test_a_context_too_short_for_questions_is_said(world, monkeypatch):

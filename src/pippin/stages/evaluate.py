@@ -14,8 +14,8 @@ from pippin.events import Event, Finished, Notice, Progress, Started
 from pippin.job import Job
 from pippin.model.adapter import load_adapter
 from pippin.model.tokenizer import Tokenizer, load_tokenizer
-from pippin.stages import distribution
-from pippin.stages.answering import answer_all, compare, exact_match
+from pippin.stages import distribution, pace
+from pippin.stages.answering import answer_all, compare, confirm_all, exact_match
 from pippin.stages.belonging import check_base
 from pippin.stages.exam import Asked, Exam, read_exam, shorten, within
 from pippin.stages.gates import check_gates, gate_of, limits
@@ -33,13 +33,13 @@ def evaluate(job: Job) -> Iterator[Event]:
     Raises GateError, when everything is on disk, where a figure misses its gate.
     """
     tokenizer = load_tokenizer(job.inputs.get("model", job.inputs.get("bundle", Path())))
-    exam = _exam(job, tokenizer)
-    yield Started(stage=job.stage, title=f"evaluate {job.subject}", total=exam.total, unit="rows")
-    for text in exam.notices:
-        yield Notice(stage=job.stage, text=text)
-    for text in _check_adapter(job):
-        yield Notice(stage=job.stage, text=text)
+    exam, notices = _exam(job, tokenizer), _check_adapter(job)
     scorer = load_scorer(job.inputs, job.recipe.model, job.recipe.evaluate.dtype)
+    if "bundle" in job.inputs:
+        exam = pace.fit(exam, scorer, job.recipe.evaluate.slow_seconds, _parent_scores(job))
+    yield Started(stage=job.stage, title=f"evaluate {job.subject}", total=exam.total, unit="rows")
+    for text in (*exam.notices, *notices):
+        yield Notice(stage=job.stage, text=text)
     if runtime := runtime_of(job.inputs):
         yield Notice(stage=job.stage, text=f"the deployed file, run as {runtime}")
     sitting = _Sitting(job=job, exam=exam, tokenizer=tokenizer, scorer=scorer)
@@ -58,6 +58,11 @@ def _check_adapter(job: Job) -> list[str]:
         return []
     adapter = load_adapter(job.inputs["adapter"])
     return check_base(adapter, job.inputs["model"], job.origin.inputs["model"])
+
+
+def _parent_scores(job: Job) -> dict[str, Any]:
+    folder = job.inputs.get("parent")
+    return {} if folder is None else read_scores(folder) or {}
 
 
 def read_scores(folder: Path) -> dict[str, Any] | None:
@@ -90,7 +95,9 @@ class _Sitting:
         """Loss, divergence and size; the own distribution goes into `folder`."""
         sheet = Sheet(self.exam.samples, self._parent(), self._topk())
         lengths = [len(sample.tokens) for sample in self.exam.samples]
-        for group in groups(lengths, self.job.recipe.evaluate.batch_rows):
+        # A slow runtime runs a batch's padding too.
+        rows = 1 if self.exam.is_cut else self.job.recipe.evaluate.batch_rows
+        for group in groups(lengths, rows):
             sheet.fill(self.scorer, group)
             yield self._progress(len(group))
         scored = sheet.scored()
@@ -125,7 +132,7 @@ class _Sitting:
                 f"{self.job.subject}: the held-out loss is {loss}",
                 'the model overflows: set evaluate.dtype = "float32", or check its weights',
             )
-        shipped = measure_shipped(self.job.inputs, self._parent_scores())
+        shipped = measure_shipped(self.job.inputs, _parent_scores(self.job))
         self.scores |= {
             "subject": self.job.subject,
             "rows": len(self.exam.samples),
@@ -141,13 +148,11 @@ class _Sitting:
             "gates": limits(gate_of(self.job.subject, self.job.recipe.gates)),
         }
 
-    def _parent_scores(self) -> dict[str, Any]:
-        folder = self.job.inputs.get("parent")
-        return {} if folder is None else read_scores(folder) or {}
-
     def _note_gain(self, loss: float) -> Iterator[Event]:
         base, tuned = self._stored("base"), self._stored("tuned")
         self.scores["gain_kept"] = None
+        if self.exam.is_cut:
+            self.scores["same_rows"] = {}
         if base is None or tuned is None:
             return
         gain = base.loss - tuned.loss
@@ -156,30 +161,41 @@ class _Sitting:
             yield Notice(stage=self.job.stage, text=text)
             return
         self.scores["gain_kept"] = (base.loss - loss) / gain
+        if self.exam.is_cut and (parent := self._stored("parent")) is not None:
+            self.scores["same_rows"]["gain_kept"] = (base.loss - parent.loss) / gain
 
     def answer(self) -> Iterator[Event]:
         """Greedy answers to the held-out questions, and to the recipe's prompts."""
         settings, exam = self.job.recipe.evaluate, self.exam
-        texts = yield from self._greedy(exam.questions, settings.max_tokens)
-        samples = [compare(*pair) for pair in zip(exam.questions, texts, strict=True)]
+        samples = yield from self._greedy(exam.questions, settings.max_tokens)
         answers = yield from self._greedy(exam.prompts, settings.prompt_tokens)
-        pairs = zip(exam.prompts, answers, strict=True)
         self.scores |= {
             "exact_match": exact_match(samples),
             "answered": len(samples),
-            "answers": [{"prompt": asked.text, "answer": answer} for asked, answer in pairs],
+            "answers": [{key: one[key] for key in ("prompt", "answer", "ids")} for one in answers],
             "samples": samples[:SAMPLES_KEPT],
         }
+        if exam.is_cut:
+            asked = {question.where for question in exam.questions}
+            kept = [one for one in _parent_scores(self.job)["samples"] if one["where"] in asked]
+            self.scores["same_rows"]["exact_match"] = exact_match(kept)
 
-    def _greedy(self, asked: Sequence[Asked], limit: int) -> Generator[Event, None, list[str]]:
-        prompts, texts = [one.prompt_T for one in asked], [""] * len(asked)
+    def _greedy(self, asked: Sequence[Asked], limit: int) -> Generator[Event, None, list[Any]]:
+        """A sample of scores.json for each."""
+        prompts, samples = [one.prompt_T for one in asked], [{}] * len(asked)
         context = context_of(self.job.inputs)
         if context is not None and prompts:
             limit = min(limit, context - max(map(len, prompts)))
         sampling = Sampling(max_tokens=limit, stop=self.tokenizer.stop_ids)
         rows = self.job.recipe.evaluate.batch_rows
-        for answers in answer_all(self.scorer, prompts, sampling, rows):
+        answering = (
+            confirm_all(self.scorer, asked, sampling)
+            if self.exam.is_cut
+            else answer_all(self.scorer, prompts, sampling, rows)
+        )
+        for answers in answering:
             for index, ids in answers.items():
-                texts[index] = self.tokenizer.decode(ids, skip_special=True)
+                text = self.tokenizer.decode(ids, skip_special=True)
+                samples[index] = compare(asked[index], text, ids)
             yield self._progress(len(answers))
-        return texts
+        return samples

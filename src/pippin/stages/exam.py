@@ -23,22 +23,28 @@ class Asked:
     """A prompt as `prompt_T` token ids and as `text` without a template around it.
 
     `reference` is the answer of the held-out row at `where`; a recipe's prompt has neither.
+    `draft` is what the parent answered, where a slow runtime is asked to confirm it.
     """
 
     prompt_T: Tokens
     text: str
     reference: str = ""
     where: str = ""
+    draft: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exam:
-    """Samples are scored, questions and prompts are answered; `notices` say what was left out."""
+    """Samples are scored, questions and prompts are answered; `notices` say what was left out.
+
+    `is_cut` where so few are left that only the parent on the same rows is a fair measure.
+    """
 
     samples: list[Sample]
     questions: list[Asked]
     prompts: list[Asked]
     notices: list[str]
+    is_cut: bool = False
 
     @property
     def total(self) -> int:

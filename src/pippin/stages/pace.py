@@ -1,0 +1,64 @@
+"""How much of the exam a deployed file is given where its runtime is slow here.
+
+Some runtimes compute on this machine only to show what a file holds: Core AI's expands every weight
+at every call on Linux, Core ML's operators run in numpy. They are timed, and asked what fits.
+
+Shape letters: T tokens.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from pippin.engines import Sampling, Scorer
+from pippin.stages.exam import Asked, Exam
+
+# Tokens a second; a runtime that answers faster takes the whole exam.
+SLOW = 5.0
+TIMED_TOKENS = 2
+# A row is scored and its question answered, which a draft makes one call as well.
+CALLS = 2
+
+
+def fit(exam: Exam, scorer: Scorer, seconds: float, parent: Mapping[str, Any]) -> Exam:
+    """The exam, or as many of its first rows as a slow runtime does in so many seconds.
+
+    `parent` are the scores of what the file was made from: its answers are what the file is asked
+    to confirm, token by token in one call, so they come first.
+    """
+    speed = _speed(scorer, exam)
+    if speed >= SLOW:
+        return exam
+    started = time.perf_counter()
+    scorer.topk(exam.samples[0].tokens[None], 1)
+    rows = max(1, int(seconds / (CALLS * (time.perf_counter() - started))))
+    samples, questions = exam.samples[:rows], _drafted(exam.questions, parent, "samples", "where")
+    notice = (
+        f"{len(samples)} of {len(exam.samples)} rows, {len(questions[:rows])} of "
+        f"{len(exam.questions)} questions: this runtime answers {speed:.2g} tokens/s here"
+    )
+    return replace(
+        exam,
+        samples=samples,
+        questions=questions[:rows],
+        prompts=_drafted(exam.prompts, parent, "answers", "prompt"),
+        notices=[*exam.notices, notice],
+        is_cut=True,
+    )
+
+
+def _speed(scorer: Scorer, exam: Exam) -> float:
+    """Tokens a second of a short answer, its prompt counted in."""
+    asked = [one.prompt_T for one in (*exam.questions, *exam.prompts)]
+    prompt_T = min(asked, key=len) if asked else exam.samples[0].tokens[:1]
+    started = time.perf_counter()
+    tokens = sum(1 for _ in scorer.generate([prompt_T], Sampling(max_tokens=TIMED_TOKENS)))
+    return tokens / (time.perf_counter() - started)
+
+
+def _drafted(asked: list[Asked], parent: Mapping[str, Any], table: str, key: str) -> list[Asked]:
+    """Those that the parent's scores keep an answer to, with it; nothing is asked in vain."""
+    kept = {row[key]: tuple(row.get("ids", ())) for row in parent.get(table, ())}
+    named = ((one, one.where if key == "where" else one.text) for one in asked)
+    return [replace(one, draft=kept[name]) for one, name in named if name in kept]
