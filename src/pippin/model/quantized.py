@@ -32,10 +32,12 @@ def pack(codes_OI: NDArray[np.uint8], bits: int) -> NDArray[np.uint32]:
     assert inputs % 32 == 0, inputs
     if bits == 8:
         return np.ascontiguousarray(codes_OI).view("<u4")
-    eights = codes_OI.reshape(rows, inputs // 8, 8)
-    words = np.zeros(eights.shape[:2], "<u8")
-    for place in range(8):
-        words |= eights[..., place].astype(np.uint64) << np.uint64(place * bits)
+    words = np.ascontiguousarray(codes_OI)
+    # Neighbours move together: two codes in 16 bits, then four in 32, then eight in 64.
+    for width, kind in ((8, "<u2"), (16, "<u4"), (32, "<u8")):
+        words = words.view(kind)
+        held = words.dtype.type(2**width - 1)
+        words = (words & held) | ((words >> width) << (width * bits // 8))
     used = words.view(np.uint8).reshape(rows, inputs // 8, 8)[..., :bits]
     return np.ascontiguousarray(used).reshape(rows, -1).view("<u4")
 

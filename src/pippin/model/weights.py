@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from threading import Lock
 from types import TracebackType
 from typing import IO, Any, Self
 
@@ -87,8 +88,8 @@ class Writer:
     """A context manager that writes safetensors, sharded and indexed where there is more than one.
 
     The tensors are announced first (`infos`: anything with shape and dtype, by name) and may then
-    be written in any order, whole or in row chunks. Equal tensors give equal bytes to the format's
-    own writer. Flushing to the disk is left to the artifact.
+    be written in any order and by any thread, whole or in row chunks. Equal tensors give equal
+    bytes to the format's own writer. Flushing to the disk is left to the artifact.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class Writer:
         self._folder = folder
         self._stack = ExitStack()
         self._files: dict[Path, IO[bytes]] = {}
+        self._lock = Lock()
         self._left: dict[str, int] = {name: nbytes(info) for name, info in infos.items()}
         self._places: dict[str, TensorInfo] = {}
         shards = _shards(infos, shard_bytes)
@@ -116,9 +118,11 @@ class Writer:
         assert rows.dtype == place.dtype, (name, rows.dtype, place.dtype)
         row = nbytes(place) // place.shape[0] if place.shape and place.shape[0] else 0
         file = self._files[place.file]
-        file.seek(place.start + start * row)
-        file.write(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data)
-        self._left[name] -= rows.nbytes
+        held = np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data
+        with self._lock:
+            file.seek(place.start + start * row)
+            file.write(held)
+            self._left[name] -= rows.nbytes
 
     def __enter__(self) -> Self:
         return self

@@ -27,6 +27,15 @@ def in_groups(weight_OI: NDArray[Any], grid: Grid) -> NDArray[np.float32]:
     return weight_OI.astype(np.float32, copy=False).reshape(rows, -1, shared(grid, inputs))
 
 
+def extremes(groups_OGS: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """The least and the largest weight of every group, each (O, G)."""
+    rows, groups, size = groups_OGS.shape
+    flat, starts = groups_OGS.reshape(-1), np.arange(0, groups_OGS.size, size)
+    # Half the time of min(axis=-1), which is for longer rows.
+    low, high = (least.reduceat(flat, starts) for least in (np.minimum, np.maximum))
+    return low.reshape(rows, groups), high.reshape(rows, groups)
+
+
 def nearest(
     groups_OGS: NDArray[np.float32], grids: Grids, bits: int, out: NDArray[np.float32] | None = None
 ) -> NDArray[np.float32]:

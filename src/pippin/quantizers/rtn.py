@@ -16,6 +16,7 @@ from pippin.quantizers import Codes, Grid, Quantizer
 from pippin.quantizers.groups import (
     MIN_SCALE,
     Grids,
+    extremes,
     finish,
     in_groups,
     nearest,
@@ -57,7 +58,7 @@ def plain_grids(groups_OGS: NDArray[np.float32], grid: Grid, dtype: np.dtype[Any
 
 
 def _affine(groups_OGS: NDArray[np.float32], bits: int, dtype: np.dtype[Any]) -> Grids:
-    low_OG, high_OG = groups_OGS.min(axis=-1), groups_OGS.max(axis=-1)
+    low_OG, high_OG = extremes(groups_OGS)
     scales_OG = np.maximum((high_OG - low_OG) / (2**bits - 1), MIN_SCALE)
     return round_to(scales_OG, dtype), round_to(low_OG, dtype)
 
@@ -68,7 +69,7 @@ def _symmetric(groups_OGS: NDArray[np.float32], bits: int, dtype: np.dtype[Any])
     The smallest scale that covers both ends, or a finer one that clips the largest positive weight.
     """
     half = 2 ** (bits - 1)
-    low_OG, high_OG = groups_OGS.min(axis=-1), groups_OGS.max(axis=-1)
+    low_OG, high_OG = extremes(groups_OGS)
     fine_OG = np.maximum(np.maximum(high_OG, -low_OG) / half, MIN_SCALE)
     wide_OG = np.maximum(np.maximum(high_OG / (half - 1), -low_OG / half), MIN_SCALE)
     fine_OG, wide_OG = round_to(fine_OG, dtype), round_to(wide_OG, dtype)

@@ -4,7 +4,10 @@ Shape letters: O output features, I input features.
 """
 
 import math
-from dataclasses import dataclass, field
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,8 +22,11 @@ from pippin.quantizers.awq import Folding
 from pippin.quantizers.choices import Choice
 from pippin.quantizers.hessian import Hessian
 
-# Small enough for a processor's cache: twice as fast as chunks of 32 MB.
-_CHUNK_BYTES = 2 << 20
+# Small enough for a processor's cache, and for memory that malloc keeps instead of giving it back:
+# chunks of 2 MB take a hundred times the page faults and twice the time.
+_CHUNK_BYTES = 1 << 20
+# numpy lets go of the interpreter while it computes. More threads would wait for memory.
+THREADS = min(8, os.cpu_count() or 1)
 # Rounding under a Hessian goes through all inputs for every chunk: fewer, larger ones.
 _CALIBRATED_CHUNK_BYTES = 32 << 20
 
@@ -44,11 +50,10 @@ class Row:
     note: str = ""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Error:
-    """Sums over the rows of a tensor; those of the outputs where a Hessian is given."""
+    """Sums over rows of a tensor; those of the outputs where a Hessian was seen."""
 
-    hessian: Hessian | None = None
     noise: float = 0.0
     signal: float = 0.0
     largest: float = 0.0
@@ -56,21 +61,29 @@ class Error:
     moved: float = 0.0
     moved_rtn: float = 0.0
 
-    def add(self, weight_OI: NDArray[np.float32], codes: Codes) -> None:
-        """Count some rows."""
+    @classmethod
+    def of(cls, weight_OI: NDArray[np.float32], codes: Codes) -> "Error":
+        """Of some rows."""
         away_OI = _away(weight_OI, codes)
         away, flat = away_OI.reshape(-1), weight_OI.reshape(-1)
-        self.noise += float(away @ away)
-        self.signal += float(flat @ flat)
-        self.largest = max(self.largest, float(away.max()), -float(away.min()))
-        if self.hessian is not None:
-            self.outputs += self.hessian.output_error(weight_OI)
-            self.moved += self.hessian.output_error(away_OI)
+        largest = max(float(away.max()), -float(away.min()))
+        return cls(float(away @ away), float(flat @ flat), largest)
 
-    def compare(self, weight_OI: NDArray[np.float32], plain: Codes) -> None:
-        """Count the same rows as plain rounding leaves them."""
-        assert self.hessian is not None
-        self.moved_rtn += self.hessian.output_error(_away(weight_OI, plain))
+    def seen(
+        self, weight_OI: NDArray[np.float32], codes: Codes, plain: Codes, hessian: Hessian
+    ) -> "Error":
+        """With what becomes of the outputs, `plain` being what plain rounding leaves."""
+        return replace(
+            self,
+            outputs=hessian.output_error(weight_OI),
+            moved=hessian.output_error(_away(weight_OI, codes)),
+            moved_rtn=hessian.output_error(_away(weight_OI, plain)),
+        )
+
+    def __add__(self, other: "Error") -> "Error":
+        """Of the rows of both."""
+        sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
+        return replace(Error(**sums), largest=max(self.largest, other.largest))
 
     @property
     def relative(self) -> float:
@@ -78,14 +91,14 @@ class Error:
         return _ratio(self.noise, self.signal)
 
     @property
-    def output(self) -> float | None:
+    def output(self) -> float:
         """||X (W - W')^T|| / ||X W^T||."""
-        return _ratio(self.moved, self.outputs) if self.hessian else None
+        return _ratio(self.moved, self.outputs)
 
     @property
-    def output_rtn(self) -> float | None:
+    def output_rtn(self) -> float:
         """The same for plain rounding."""
-        return _ratio(self.moved_rtn, self.outputs) if self.hessian else None
+        return _ratio(self.moved_rtn, self.outputs)
 
 
 def _away(weight_OI: NDArray[np.float32], codes: Codes) -> NDArray[np.float32]:
@@ -124,8 +137,7 @@ class Coder:
             method = CALIBRATED[method].without
         if hessian is not None and name in self.folding.inputs:
             hessian = hessian.of_inputs_over(self.folding.inputs[name])
-        error = Error(hessian)
-        self._write_codes(name, choice.grid, method, error)
+        error = self._write_codes(name, choice.grid, method, hessian)
         scheme = "symmetric" if choice.grid.symmetric else "affine"
         return Row(
             name=name,
@@ -136,8 +148,8 @@ class Coder:
             group_size=choice.grid.group_size,
             relative_error=error.relative,
             max_error=error.largest,
-            output_error=error.output,
-            output_error_rtn=error.output_rtn,
+            output_error=error.output if hessian else None,
+            output_error_rtn=error.output_rtn if hessian else None,
             note=choice.why,
         )
 
@@ -152,26 +164,42 @@ class Coder:
             folded = self.folding.apply(name, start, rows)
             self.writer.write_rows(name, start, folded.astype(rows.dtype, copy=False))
 
-    def _write_codes(self, name: str, grid: Grid, method: str, error: Error) -> None:
-        info, module = self.checkpoint.tensors[name], names.module(name)
+    def _write_codes(self, name: str, grid: Grid, method: str, hessian: Hessian | None) -> Error:
+        """All rows of a tensor, in chunks: at once without a Hessian, which uses all cores."""
+        info = self.checkpoint.tensors[name]
+        chunk = partial(self._write_chunk, name, grid, self._quantizer(method), hessian)
         self.parts = {}
-        size = _CALIBRATED_CHUNK_BYTES if error.hessian else _CHUNK_BYTES
-        for start, stop in row_chunks(info, size):
-            stored = self.checkpoint.read_rows(name, start, stop)
-            refuse_infinite(name, is_finite(stored))
-            weight_OI = self.folding.apply(name, start, stored).astype(np.float32, copy=False)
-            codes = self._quantizer(method).quantize(weight_OI, grid, info.dtype, error.hessian)
-            _refuse_overflow(name, codes)
-            error.add(weight_OI, codes)
-            if error.hessian:
-                plain = self._quantizer("rtn").quantize(weight_OI, grid, info.dtype)
-                error.compare(weight_OI, plain)
-            packed = {name: pack(codes.codes_OI, grid.bits)}
-            packed |= {f"{module}.scales": codes.scales_OG, f"{module}.biases": codes.biases_OG}
-            for part, rows in packed.items():
-                self.writer.write_rows(part, start, rows)
-                if error.hessian:
-                    self.parts.setdefault(part, []).append(rows)
+        if hessian:
+            chunks = list(row_chunks(info, _CALIBRATED_CHUNK_BYTES))
+            return sum((chunk(rows) for rows in chunks), Error())
+        with ThreadPoolExecutor(THREADS) as threads:
+            done = threads.map(chunk, row_chunks(info, _CHUNK_BYTES))
+            return sum(done, Error())
+
+    def _write_chunk(
+        self,
+        name: str,
+        grid: Grid,
+        quantizer: Quantizer,
+        hessian: Hessian | None,
+        rows: tuple[int, int],
+    ) -> Error:
+        stored, module = self.checkpoint.read_rows(name, *rows), names.module(name)
+        refuse_infinite(name, is_finite(stored))
+        weight_OI = self.folding.apply(name, rows[0], stored).astype(np.float32, copy=False)
+        codes = quantizer.quantize(weight_OI, grid, stored.dtype, hessian)
+        _refuse_overflow(name, codes)
+        packed = {name: pack(codes.codes_OI, grid.bits)}
+        packed |= {f"{module}.scales": codes.scales_OG, f"{module}.biases": codes.biases_OG}
+        for part, array in packed.items():
+            self.writer.write_rows(part, rows[0], array)
+            if hessian:
+                self.parts.setdefault(part, []).append(array)
+        error = Error.of(weight_OI, codes)
+        if hessian is None:
+            return error
+        plain = self._quantizer("rtn").quantize(weight_OI, grid, stored.dtype)
+        return error.seen(weight_OI, codes, plain, hessian)
 
     def _quantizer(self, method: str) -> Quantizer:
         if method not in self.quantizers:
