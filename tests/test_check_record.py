@@ -38,7 +38,13 @@ def found(probe, avoid, verdict="wrong"):
 
 
 LEAK = found("attention.causality.bfloat16", "attention")
+COARSE = found("product.plain.bfloat16", "dtype")
 LOST = found("optimizer.step", "device")
+COMPILED = found("compile.parity.float32", "compile")
+
+
+def with_model(recipe, **keys):
+    return replace(recipe, model=replace(recipe.model, **keys))
 
 
 def test_without_a_check_nothing_changes(recipe):
@@ -49,7 +55,7 @@ def test_without_a_check_nothing_changes(recipe):
     "finding",
     [
         found("attention.causal.bfloat16", "attention", "inaccurate"),
-        found("compile.parity.float32", "compile"),
+        COMPILED,  # nothing is compiled on MPS
         found("random.dropout", ""),
         found("attention.causal.float16", "attention"),
     ],
@@ -59,25 +65,54 @@ def test_what_needs_no_change(recipe, finding):
     assert heed(recipe, "mps") == (recipe, ())
 
 
-def test_wrong_half_precision_means_float32(recipe):
-    record("torch", "mps", [LEAK])
-    changed, (notice,) = heed(recipe, "mps")
-    assert changed == replace(recipe, model=replace(recipe.model, dtype="float32"))
-    assert (
-        notice == "check: model.dtype is float32, as wrong is attention.causality.bfloat16 on mps"
+@pytest.mark.parametrize("device", ["mps", "cuda", "cpu"])
+def test_wrong_attention_means_plain_products(recipe, device):
+    record("torch", device, [LEAK])
+    changed, (notice,) = heed(recipe, device)
+    assert changed == with_model(recipe, attention="math")
+    assert notice == (
+        f"check: model.attention is math, as wrong is attention.causality.bfloat16 on {device}"
     )
 
 
+def test_another_engine_has_no_other_attention(recipe):
+    mlx = with_model(recipe, engine="mlx")
+    record("mlx", "mps", [LEAK])
+    assert heed(mlx, "mps")[0] == with_model(mlx, dtype="float32")
+
+
+def test_wrong_half_precision_means_float32(recipe):
+    record("torch", "mps", [COARSE])
+    changed, (notice,) = heed(recipe, "mps")
+    assert changed == with_model(recipe, dtype="float32")
+    assert notice == "check: model.dtype is float32, as wrong is product.plain.bfloat16 on mps"
+
+
+def test_wrong_compiled_code_is_not_used(recipe):
+    record("torch", "cuda", [COMPILED])
+    changed, (notice,) = heed(recipe, "cuda")
+    assert changed == replace(recipe, train=replace(recipe.train, compile=False))
+    assert notice == "check: train.compile is false, as wrong is compile.parity.float32 on cuda"
+
+
 def test_more_means_the_cpu(recipe):
-    record("torch", "mps", [LEAK, LOST])
+    record("torch", "mps", [COARSE, LOST])
     changed, (notice,) = heed(recipe, "mps")
     assert changed.model.device == "cpu"
     assert "optimizer.step on mps" in notice
 
 
+def test_every_change_is_told(recipe):
+    record("torch", "cuda", [LEAK, COARSE, COMPILED])
+    changed, notices = heed(recipe, "cuda")
+    assert (changed.model.attention, changed.model.dtype) == ("math", "float32")
+    assert not changed.train.compile
+    assert len(notices) == 3
+
+
 def test_a_recipe_that_says_otherwise_is_told(recipe):
-    record("torch", "mps", [LEAK])
-    asked = replace(recipe, model=replace(recipe.model, dtype="bfloat16"))
+    record("torch", "mps", [COARSE])
+    asked = with_model(recipe, dtype="bfloat16")
     same, (notice,) = heed(asked, "mps")
     assert same == asked
     assert "model.dtype is set to bfloat16; float32 is safe" in notice

@@ -113,6 +113,11 @@ def _require(recipe: Recipe, machine: Machine) -> None:
             f"engine {engine} is not installed",
             f"pip install 'pippin[{engine}]', or another engine",
         )
+    if recipe.model.attention == "math" and engine != "torch":
+        raise UsageError(
+            f"model.attention math is PyTorch's: engine {engine} has one way to compute it",
+            "leave it out, or set model.engine = torch",
+        )
     here = machine.devices(engine)
     if device not in ("auto", *here):
         raise UsageError(

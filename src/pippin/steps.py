@@ -16,12 +16,14 @@ HARMLESS = {
     "data.source",  # where the files lie: their digest is an input of every stage that reads them
     "data.test",
     "data.valid",
+    "model.attention",
     "model.adapter",  # the same: the digest of its files counts
     "model.device",
     "model.revision",
     "model.source",  # the same: the digest of its files counts
     "model.trust_remote_code",
     "train.checkpoint_every",
+    "train.compile",
     "train.gradient_checkpointing",
     "train.keep_checkpoints",
     "train.spike",

@@ -3,18 +3,26 @@
 import numpy as np
 import pytest
 import torch
+from tests.engines.faults import Fault
+from torch.utils._pytree import tree_map
 
+from pippin.engines import load_engine
 from pippin.engines.torch import attention, probe
 from pippin.engines.torch.body import hidden_states
 from pippin.engines.torch.engine import TorchModel
 from pippin.engines.torch.load import load_network
 from pippin.engines.torch.mps.rules import make_rules
 from pippin.engines.torch.mps.simulator import Simulator
-from pippin.engines.torch.rows import masked_rows, packed_rows
+from pippin.engines.torch.rows import masked_rows, math_rows, packed_rows
 from pippin.errors import ModelError
 from pippin.recipe import Train
 
 pytestmark = pytest.mark.torch
+
+SDPA = (
+    "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_attention_math "
+    "scaled_dot_product_attention"
+)
 
 PACKING = [
     "llama",
@@ -28,6 +36,13 @@ PACKING = [
     "granite",
     "gpt_oss",
 ]
+
+
+def nan(func, args, kwargs):
+    """A kernel that gives no number."""
+    return tree_map(
+        lambda x: x * torch.nan if isinstance(x, torch.Tensor) else x, func(*args, **kwargs)
+    )
 
 
 def single_losses(network, samples):
@@ -55,6 +70,25 @@ def test_packed_equals_padded_equals_single(kind, tiny, engine, samples, pack):
     assert packed == pytest.approx(sum(alone), rel=3e-6)
     assert padded == pytest.approx(sum(alone), rel=3e-6)
     np.testing.assert_allclose(one_by_one, alone, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_plain_products_give_the_same_numbers_without_a_fused_kernel(kind, tiny, samples, pack):
+    """The way round a device whose kernels are wrong: forward, backward and answers."""
+    fused, math = (
+        load_engine("torch", "cpu", attention=way).load(tiny(kind), "float32")
+        for way in ("auto", "math")
+    )
+    tokens = samples[2][None]
+    with Fault(SDPA, nan):
+        scored = math.logprobs(tokens)
+        trainer = math.trainer(Train(), None, {}, 0)
+        assert trainer.ability.layout is math_rows
+        step = trainer.step([pack([samples[:3], samples[3:]])], 1e-3)
+    np.testing.assert_allclose(scored, fused.logprobs(tokens), atol=1e-5)
+    wanted = fused.trainer(Train(), None, {}, 0).step([pack([samples[:3], samples[3:]])], 1e-3)
+    assert step.loss_sum == pytest.approx(wanted.loss_sum, rel=1e-5)
+    assert step.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "gemma3", "mistral"])
@@ -154,7 +188,7 @@ def test_samples_in_buckets_are_the_samples(bucket, window, softcap):
     generator = torch.Generator().manual_seed(0)
     bounds = ((0, 9), (9, 12), (12, 40))
     rule = attention.Rule(scale=0.3, dropout=0.0, window=window, softcap=softcap, sinks_H=None)
-    attend = attention._fused if rule.plain else attention._spelled_out
+    attend = attention._fused if rule.plain else attention.spelled_out
     lengths, outs, grads = set(), [], []
     for size in (1, bucket):
         drawn = [torch.randn(1, h, 40, 8, generator=generator.manual_seed(h)) for h in (4, 2, 2)]

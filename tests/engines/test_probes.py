@@ -35,6 +35,7 @@ FAULTS = {
     "attention.gradients": fault(
         "_scaled_dot_product_flash_attention_for_cpu_backward", faults.scaled
     ),
+    "attention.plain products": fault(PRODUCTS, faults.tail_lost),
     "attention.memory, inference": lambda: sdpa_kernel(SDPBackend.MATH),
     "attention.memory, training": lambda: sdpa_kernel(SDPBackend.MATH),
     "product.plain": fault(PRODUCTS, faults.tail_lost),

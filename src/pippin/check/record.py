@@ -25,6 +25,11 @@ class Wrong:
         """Whether half precision alone is to blame."""
         return self.probe.endswith(HALF)
 
+    @property
+    def matters(self) -> bool:
+        """Whether a plan can avoid it; float16 is computed where a recipe asks for it alone."""
+        return self.avoid != "" and not self.probe.endswith(".float16")
+
 
 def record(engine: str, device: str, findings: Sequence[Finding]) -> None:
     """Keep the wrong ones of a device, with the engine's version."""
@@ -47,33 +52,47 @@ def recall(engine: str, device: str) -> list[Wrong]:
 def heed(recipe: Recipe, device: str) -> tuple[Recipe, tuple[str, ...]]:
     """The recipe with what the check found wrong left out, and what was changed in words.
 
-    Where half precision alone is wrong, an `auto` dtype becomes float32; where more is, an `auto`
-    device becomes the CPU. What a recipe says itself stays, and is told.
+    Wrong attention kernels become plain products, where the engine has them and those are right;
+    wrong compiled code is not used; where half precision alone is wrong besides, an `auto` dtype
+    becomes float32; where more is, an `auto` device becomes the CPU. What a recipe says itself
+    stays, and is told.
     """
-    wrong = [
-        each for each in recall(recipe.model.engine, device) if each.avoid not in ("", "compile")
-    ]
+    notices: list[str] = []
+    wrong = [each for each in recall(recipe.model.engine, device) if each.matters]
+    if recipe.model.engine == "torch":
+        attention = [each.probe for each in wrong if each.avoid == "attention"]
+        wrong = [each for each in wrong if each.avoid != "attention"]
+        recipe = _model(recipe, notices, ("attention", "math"), attention, device)
+    compiled = [each.probe for each in wrong if each.avoid == "compile"]
+    wrong = [each for each in wrong if each.avoid != "compile"]
+    if compiled and device == "cuda" and recipe.train.compile:
+        recipe = replace(recipe, train=replace(recipe.train, compile=False))
+        notices.append(f"check: train.compile is false, as wrong is {_some(compiled)} on {device}")
     worse = [each.probe for each in wrong if not each.half]
-    if worse and device != "cpu":
-        return _changed(recipe, "device", "cpu", f"{_some(worse)} on {device}")
-    half = [each.probe for each in wrong if each.half and each.probe.endswith("bfloat16")]
-    if half:
-        return _changed(recipe, "dtype", "float32", f"{_some(half)} on {device}")
-    if worse:
-        return recipe, (f"check: wrong is {_some(worse)} on {device}; there is no other device",)
-    return recipe, ()
+    if not worse:
+        half = [each.probe for each in wrong]
+        recipe = _model(recipe, notices, ("dtype", "float32"), half, device)
+    elif device != "cpu":
+        recipe = _model(recipe, notices, ("device", "cpu"), worse, device)
+    else:
+        notices.append(f"check: wrong is {_some(worse)} on {device}; there is no other device")
+    return recipe, tuple(notices)
 
 
-def _changed(recipe: Recipe, key: str, value: str, what: str) -> tuple[Recipe, tuple[str, ...]]:
+def _model(
+    recipe: Recipe, notices: list[str], safe: tuple[str, str], wrong: list[str], device: str
+) -> Recipe:
+    """With an `auto` key of the model set to what is `safe`; appends what was done."""
+    key, value = safe
     own = getattr(recipe.model, key)
-    if own == value:
-        return recipe, ()
+    if not wrong or own == value:
+        return recipe
+    what = f"{_some(wrong)} on {device}"
     if own != "auto":
-        return recipe, (
-            f"check: wrong is {what}, but model.{key} is set to {own}; {value} is safe",
-        )
-    model = replace(recipe.model, **{key: value})
-    return replace(recipe, model=model), (f"check: model.{key} is {value}, as wrong is {what}",)
+        notices.append(f"check: wrong is {what}, but model.{key} is set to {own}; {value} is safe")
+        return recipe
+    notices.append(f"check: model.{key} is {value}, as wrong is {what}")
+    return replace(recipe, model=replace(recipe.model, **{key: value}))
 
 
 def _some(probes: list[str]) -> str:

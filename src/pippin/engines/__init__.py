@@ -186,9 +186,14 @@ class DriverMemory(Protocol):
         ...
 
 
-def load_engine(name: str, device: str = "auto", remote_code: bool = False) -> Engine:
+def load_engine(
+    name: str, device: str = "auto", remote_code: bool = False, attention: str = "auto"
+) -> Engine:
     """The engine behind a name of ENGINES; the only place where a framework gets imported.
 
-    `remote_code` lets it run Python code that lies in a model's folder.
+    `remote_code` lets it run Python code that lies in a model's folder; `attention` is math for
+    plain products in the place of fused kernels, which PyTorch alone offers.
     """
-    return cast("Engine", importlib.import_module(ENGINES[name]).make_engine(device, remote_code))
+    make = importlib.import_module(ENGINES[name]).make_engine
+    extra = () if attention == "auto" else (attention,)
+    return cast("Engine", make(device, remote_code, *extra))

@@ -38,7 +38,7 @@ def needs_of(target: str) -> contextlib.AbstractContextManager[None]:
 def open_engine(model: Model) -> Engine:
     """`load_engine` as the recipe says, with a hint where its framework is missing."""
     with needs(f"engine {model.engine}", model.engine):
-        return load_engine(model.engine, model.device, model.trust_remote_code)
+        return load_engine(model.engine, model.device, model.trust_remote_code, model.attention)
 
 
 def open_target(name: str) -> Target:

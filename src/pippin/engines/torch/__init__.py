@@ -8,10 +8,13 @@ if TYPE_CHECKING:
     from pippin.engines.torch.engine import TorchEngine
 
 
-def make_engine(device: str = "auto", remote_code: bool = False) -> "TorchEngine":
+def make_engine(
+    device: str = "auto", remote_code: bool = False, attention: str = "auto"
+) -> "TorchEngine":
     """The engine on `auto`, `cpu`, `cuda` or `mps`; UsageError where that device is not there.
 
-    `remote_code` runs the modelling code in a model's folder where its config names some.
+    `remote_code` runs the modelling code in a model's folder where its config names some;
+    `attention` math computes it in plain products.
     """
     with quiet_imports():
         from pippin.engines.torch.device import pick_device
@@ -19,4 +22,4 @@ def make_engine(device: str = "auto", remote_code: bool = False) -> "TorchEngine
         from pippin.engines.torch.unified import UnifiedEngine
     picked = pick_device(device)
     kind = UnifiedEngine if picked.type == "mps" else TorchEngine
-    return kind(picked, remote_code)
+    return kind(picked, remote_code, attention)

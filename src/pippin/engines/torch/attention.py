@@ -25,11 +25,13 @@ BUCKET = 64  # tokens; on MPS samples are attended to in multiples of it
 class Packing:
     """Where the samples of a packed row begin and end. Passed through the model to every layer.
 
-    On a CUDA device either `first_T` and `last_T` int32, the begin and the end of every token's
-    sample, or `offsets` int32, the bounds. `seen` collects what the layers asked for.
+    `math` asks for plain products. On a CUDA device either `first_T` and `last_T` int32, the begin
+    and the end of every token's sample, or `offsets` int32, the bounds. `seen` collects what the
+    layers asked for.
     """
 
     bounds: tuple[tuple[int, int], ...]
+    math: bool = False
     offsets: Tensor | None = None
     first_T: Tensor | None = None
     last_T: Tensor | None = None
@@ -94,7 +96,7 @@ def packed_attention(
     rule = _rule(query, kwargs)
     if packing.seen is not None:
         packing.seen.update(_asks(rule))
-    fused = rule.plain and rule.dropout == 0.0
+    fused = rule.plain and rule.dropout == 0.0 and not packing.math
     if fused and packing.first_T is not None and query.shape[-1] <= WIDEST:
         operands = (query, key, value, packing.first_T, packing.last_T)
         window = query.shape[2] if rule.window is None else rule.window
@@ -123,9 +125,9 @@ def _rule(query: Tensor, kwargs: dict[str, Any]) -> Rule:
 
 def _by_sample(query: Tensor, key: Tensor, value: Tensor, packing: Packing, rule: Rule) -> Tensor:
     """One attention call a sample: no work and no memory outside the diagonal blocks."""
-    if query.device.type == "cpu" and rule.simple(packing.longest):
+    if query.device.type == "cpu" and rule.simple(packing.longest) and not packing.math:
         return attend_samples(query, key, value, packing.bounds, rule.scale)
-    attend = _fused if rule.plain else _spelled_out
+    attend = _fused if rule.plain and not packing.math else spelled_out
     bucket = BUCKET if query.device.type == "mps" else 1
     outs = [
         attend(*(_part(x, a, b, bucket) for x in (query, key, value)), rule)[:, :, : b - a]
@@ -164,8 +166,12 @@ def _fused(query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
     )
 
 
-def _spelled_out(query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-    """Attention with a soft cap on its scores (Gemma 2) or a sink a head (gpt-oss)."""
+def spelled_out(query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+    """Attention in plain products: (1, H, L, C) and (1, K, L, C) -> (1, H, L, C).
+
+    For a soft cap on scores (Gemma 2), a sink a head (gpt-oss), or a device whose fused kernels are
+    wrong.
+    """
     groups, length = query.shape[1] // key.shape[1], query.shape[2]
     key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
     scores = (query @ key.transpose(2, 3)) * rule.scale

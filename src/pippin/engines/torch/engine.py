@@ -20,7 +20,7 @@ from pippin.engines.torch import device as devices
 from pippin.engines.torch.body import find_head
 from pippin.engines.torch.fisher import loss_moments
 from pippin.engines.torch.generate import generate
-from pippin.engines.torch.load import load_network
+from pippin.engines.torch.load import Ways, load_network
 from pippin.engines.torch.lora import add_adapter, add_to_embedding
 from pippin.engines.torch.moments import input_moments
 from pippin.engines.torch.names import full_parameters, lora_parameters
@@ -34,9 +34,11 @@ from pippin.recipe import Lora, Train
 class TorchEngine:
     """PyTorch on one device."""
 
-    def __init__(self, device: torch.device, remote_code: bool = False) -> None:
+    def __init__(
+        self, device: torch.device, remote_code: bool = False, attention: str = "auto"
+    ) -> None:
         self._device = device
-        self._remote_code = remote_code
+        self._ways = Ways(remote_code=remote_code, math=attention == "math")
         if device.type == "cpu":
             steady_heap()
 
@@ -48,7 +50,7 @@ class TorchEngine:
         adapter of another base.
         """
         picked = devices.pick_dtype(dtype, self._device)
-        network = load_network(checkpoint, picked, self._device, self._remote_code)
+        network = load_network(checkpoint, picked, self._device, self._ways)
         if adapter is not None:
             _add_saved_adapter(network, adapter)
         return TorchModel(network, checkpoint)

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Collection, Generator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +20,30 @@ from pippin.model import names
 from pippin.model.quantized import DenseView
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ways:
+    """How a network is made.
+
+    `remote_code` takes the config and model classes that `auto_map` names from the folder's code;
+    `math` computes attention in plain products instead of PyTorch's fused kernels.
+    """
+
+    remote_code: bool = False
+    math: bool = False
+
+
 def load_network(
-    folder: Path, dtype: torch.dtype, device: torch.device, remote_code: bool = False
+    folder: Path, dtype: torch.dtype, device: torch.device, ways: Ways = Ways()
 ) -> PreTrainedModel:
     """The folder's causal language model on `device`, frozen, in evaluation mode.
-
-    `remote_code` takes the config and model classes that `auto_map` names from the folder's code.
 
     A folder quantized in our layout is dequantized while it loads; in bfloat16 on a CPU, linears
     that have a kernel there keep their codes. Raises ModelError for a folder that is not a model,
     and for tensors that are missing, left over or of another shape.
     """
-    config = _read_config(folder, remote_code)
+    config = _read_config(folder, ways.remote_code)
     kind = _model_class(folder, config)
-    source: dict[str, Any] = {"pretrained_model_name_or_path": folder}
+    source: dict[str, Any] = {"pretrained_model_name_or_path": folder, **_attention(config, ways)}
     view, kernels = None, {}
     if getattr(config, "quantization", None):
         for key in ("quantization", "quantization_config"):
@@ -41,7 +52,7 @@ def load_network(
         if device.type == "cpu" and dtype == torch.bfloat16:
             kernels = packable(view, _linears(kind, config))
         tensors = _dense(view, dtype, kernels)
-        source = {"pretrained_model_name_or_path": None, "state_dict": tensors}
+        source |= {"pretrained_model_name_or_path": None, "state_dict": tensors}
     network = _load(kind, config, folder, dtype=dtype, device=device, **source)
     if view is not None:
         pack(network, view, kernels)
@@ -79,7 +90,6 @@ def _load(
                 use_safetensors=True,
                 local_files_only=True,
                 output_loading_info=True,
-                **_attention(config),
                 ignore_mismatched_sizes=True,  # reported, and refused below with the tensor's name
             )
     except (RuntimeError, OSError, ValueError, SafetensorError) as error:
@@ -105,10 +115,10 @@ def _model_class(folder: Path, config: Any) -> Any:
     return mapping[type(config)]
 
 
-def _attention(config: Any) -> dict[str, str]:
+def _attention(config: Any, ways: Ways) -> dict[str, str]:
     """Some versions of transformers leave Gemma 2's soft cap out of their fused attention."""
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
-    return {"attn_implementation": "eager"} if capped else {}
+    return {"attn_implementation": "eager"} if capped or ways.math else {}
 
 
 def _linears(kind: Any, config: Any) -> set[str]:

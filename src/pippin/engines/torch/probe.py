@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from pippin.data.batches import Batch
 from pippin.engines.torch import attention
 from pippin.engines.torch.body import close, hidden_states, probe_tokens
-from pippin.engines.torch.rows import Rows, masked_rows, packed_rows, padded_rows
+from pippin.engines.torch.rows import Rows, masked_rows, math_rows, packed_rows, padded_rows
 
 Layout: TypeAlias = Callable[[Batch, torch.device], Rows]
 WINDOWS = ("sliding_window", "attention_chunk_size", "attention_window_size", "local_attention")
@@ -41,8 +41,9 @@ def find_ability(network: PreTrainedModel) -> Ability:
     own = network.config._attn_implementation
     wanted = _alone(network)
     attention.register()
-    if _supports(network) and _exact(network, attention.NAME, packed_rows, wanted):
-        return Ability(layout=packed_rows, packs=True, longest=_blind_window(network))
+    packed = math_rows if own == "eager" and _was_asked(network) else packed_rows
+    if _supports(network) and _exact(network, attention.NAME, packed, wanted):
+        return Ability(layout=packed, packs=True, longest=_blind_window(network))
     name = type(network).__name__
     if _exact(network, own, masked_rows, wanted):
         text = f"{name} does not run on packed attention; a block mask is used, which is slower"
@@ -53,6 +54,12 @@ def find_ability(network: PreTrainedModel) -> Ability:
 
 def _supports(network: PreTrainedModel) -> bool:
     return bool(getattr(network, "_supports_attention_backend", False))
+
+
+def _was_asked(network: PreTrainedModel) -> bool:
+    """Whether eager attention was asked for: transformers has a fused one for this network."""
+    capped = getattr(network.config.get_text_config(), "attn_logit_softcapping", None)
+    return bool(getattr(network, "_supports_sdpa", False)) and not capped
 
 
 @torch.no_grad()

@@ -39,6 +39,13 @@ def packed_rows(batch: Batch, device: torch.device) -> Rows:
     return _rows(batch, device, keep_BT, packing=True)
 
 
+def math_rows(batch: Batch, device: torch.device) -> Rows:
+    """The same for attention in plain products."""
+    rows = packed_rows(batch, device)
+    rows.extra["packing"] = Packing(bounds=rows.extra["packing"].bounds, math=True)
+    return rows
+
+
 def masked_rows(batch: Batch, device: torch.device) -> Rows:
     """The same for transformers' own attention, which builds a mask where positions restart."""
     rows = packed_rows(batch, device)

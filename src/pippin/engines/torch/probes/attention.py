@@ -11,14 +11,15 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as fused
 
 from pippin.check import Case
-from pippin.check.families import Family
+from pippin.check.families import CPU, Family
+from pippin.engines.torch.attention import Rule, spelled_out
 from pippin.engines.torch.probes.bench import Bench, exact, gap
 
 HEAD_DIMS = (64, 80, 96, 100, 128, 256)
 LENGTHS = (1, 33, 130)
 # Around the lengths at which decoding kernels change their algorithm.
 DECODED = (1, 2, 31, 257, 1023, 1024, 1025, 2049, 4097)
-AROUND = 'half precision wrong: model.dtype = "float32"; float32 too: model.device = "cpu"'
+AROUND = 'plain products instead: model.attention = "math"'
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, visible_LS: Tensor) -> Tensor:
@@ -138,6 +139,20 @@ def gradients(bench: Bench, dtype: torch.dtype) -> Iterator[Case]:
             yield f"head_dim {channels}, d{name}", gap(ours, wanted)
 
 
+def plain(bench: Bench, dtype: torch.dtype) -> Iterator[Case]:
+    """Attention in plain products, the way round wrong kernels: outputs and gradients."""
+    for channels in _head_dims(bench):
+        inputs = _operands(bench, dtype, 65, channels, heads=_heads(bench))
+        upstream = bench.draw(*inputs[0].shape, dtype=dtype, seed=9)
+        query, key, value = leaves = [x.requires_grad_() for x in inputs]
+        rule = Rule(scale=channels**-0.5, dropout=0.0, window=None, softcap=None, sinks_H=None)
+        out = spelled_out(query, key, value, rule)
+        yield f"head_dim {channels}", gap(out, attend(query, key, value, _triangle(65)))
+        found = torch.autograd.grad(out, leaves, upstream)
+        for name, ours, wanted in zip("qkv", found, _wanted_grads(inputs, upstream), strict=True):
+            yield f"head_dim {channels}, d{name}", gap(ours, wanted)
+
+
 def _wanted_grads(inputs: list[Tensor], upstream: Tensor) -> tuple[Tensor, ...]:
     leaves = [exact(x).requires_grad_() for x in inputs]
     query, key, value = leaves
@@ -194,4 +209,5 @@ FAMILIES = (
     _family("decode", decode),
     _family("masked rows", masked_rows),
     _family("gradients", gradients),
+    Family(name="attention.plain products", measure=plain, remedy=CPU, avoid="device"),
 )
