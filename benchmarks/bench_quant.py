@@ -42,7 +42,7 @@ STEPS = 16
 AFFINE = recipe.Quantize(method="best", group_size=64, scheme="affine", embed_bits=8)
 SYMMETRIC = replace(AFFINE, scheme="symmetric", embed_scheme="symmetric", embed_group_size=32)
 # By row: the first figure is ours, the others stand beside it. Moments of the first serve all.
-ROWS: dict[str, dict[str, recipe.Quantize | Callable[[np.ndarray, int], np.ndarray]]] = {
+ROWS: dict[str, dict[str, recipe.Quantize | quant_peers.Peer]] = {
     "quant-kl-all-4.5": {
         "best, 4.5 bits shared out, symmetric": replace(
             SYMMETRIC, target_bits=4.5, embed_bits=4, embed_group_size=32
@@ -63,6 +63,8 @@ ROWS: dict[str, dict[str, recipe.Quantize | Callable[[np.ndarray, int], np.ndarr
         "gguf Q4_0": quant_peers.gguf_symmetric,
         "llama.cpp IQ4_NL": quant_peers.llama_iq4_nl,
         "hqq package, affine g64": quant_peers.hqq_affine,
+        "mlx-lm gptq, affine g64": quant_peers.mlx_gptq,
+        "llm-compressor gptq, affine g64": quant_peers.compressor_gptq,
         "hqq, affine g64": replace(AFFINE, method="hqq"),
         "mse, affine g64": replace(AFFINE, method="mse"),
         "gptq, affine g64": replace(AFFINE, method="gptq"),
@@ -154,6 +156,14 @@ class Desk:
             self.calibrations = {by_loss: Stored(**values, file=file)}
         return self.calibrations[by_loss]
 
+    def moments(self, reference: Path) -> Path:
+        """X^T X by linear, all inputs alike, in a file."""
+        file = self.work / "moments-inputs.npz"
+        if not file.exists():
+            asked = replace(AFFINE, method="gptq")
+            self.run(quantize_stage.quantize, self.asked("calibration", quantize=asked), reference)
+        return file
+
     def asked(self, part: str, **tables: Any) -> recipe.Recipe:
         """Text of one part, in samples of LENGTH tokens."""
         data = recipe.Data(source=part, format="text", max_seq_len=LENGTH)
@@ -206,7 +216,7 @@ class Desk:
             if isinstance(how, recipe.Quantize):
                 score = self.score(ruler, work / "reference", how)
             else:
-                score = ruler.peer(how)
+                score = ruler.peer(how, self.moments(work / "reference"))
             found[key] = {**asdict(score), "perplexity": ruler.perplexity, "tokens": ruler.tokens}
             kept.write_text(json.dumps(found, indent=1))
             print(f"{key}: KL {score.kl:.4f}, top-1 {score.top1:.4f}, {score.seconds:.0f} s")

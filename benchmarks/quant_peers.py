@@ -1,10 +1,14 @@
 """Other programs' quantizers: a matrix and bits in, what is left of the matrix out.
 
+Calibrated ones get X^T X of the inputs as well, the same that our own read, by a call.
+
 Packages that are not installed may lie in a folder on PYTHONPATH; libggml-base, which
 `llama_iq4_nl` calls, is found by the path in GGML_BASE.
 """
 
+import contextlib
 import ctypes
+import io
 import os
 from collections.abc import Callable
 from functools import cache
@@ -13,8 +17,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-Peer: TypeAlias = Callable[[np.ndarray, int], np.ndarray]
-PACKAGES = ("mlx", "gguf", "hqq")
+Moment: TypeAlias = Callable[[], np.ndarray]
+Peer: TypeAlias = Callable[[np.ndarray, int, Moment], np.ndarray]
+PACKAGES = ("mlx", "mlx-lm", "gguf", "hqq", "llmcompressor")
 # GGML's numbers of its types.
 IQ4_NL, Q8_0 = 20, 8
 
@@ -32,23 +37,23 @@ def versions() -> dict[str, str]:
 
 def whole(peer: Peer) -> Peer:
     """The same with 4 bits for the embedding as well."""
-    return lambda weight, bits: peer(weight, 4)
+    return lambda weight, bits, moment: peer(weight, 4, moment)
 
 
 def linears(peer: Peer, few: int) -> Peer:
     """The same with `few` bits in the place of 4."""
-    return lambda weight, bits: peer(weight, few if bits == 4 else bits)
+    return lambda weight, bits, moment: peer(weight, few if bits == 4 else bits, moment)
 
 
-def mlx_affine(weight: np.ndarray, bits: int) -> np.ndarray:
+def mlx_affine(weight: np.ndarray, bits: int, moment: Moment) -> np.ndarray:
     """MLX's own affine quantizer, groups of 64."""
     return _mlx(weight, group_size=64, bits=bits, mode="affine")
 
 
-def mlx_mxfp4(weight: np.ndarray, bits: int) -> np.ndarray:
+def mlx_mxfp4(weight: np.ndarray, bits: int, moment: Moment) -> np.ndarray:
     """MLX's mxfp4, groups of 32 with a scale of one byte; affine for 8 bits."""
     if bits == 8:
-        return mlx_affine(weight, bits)
+        return mlx_affine(weight, bits, moment)
     return _mlx(weight, group_size=32, bits=bits, mode="mxfp4")
 
 
@@ -59,7 +64,44 @@ def _mlx(weight: np.ndarray, **how: int | str) -> np.ndarray:
     return np.array(mx.dequantize(*parts, **how).astype(mx.float32))
 
 
-def gguf_symmetric(weight: np.ndarray, bits: int) -> np.ndarray:
+def mlx_gptq(weight: np.ndarray, bits: int, moment: Moment) -> np.ndarray:
+    """mlx-lm's GPTQ, groups of 64, of one linear that reads a square root of X^T X."""
+    import mlx.core as mx
+    from mlx import nn
+    from mlx_lm.quant.gptq import gptq_quantize
+
+    if bits == 8:
+        return mlx_affine(weight, bits, moment)
+    linear = nn.Linear(*weight.shape[::-1], bias=False)
+    linear.weight = mx.array(weight).astype(mx.bfloat16)
+    matrix = moment().astype(np.float64)
+    matrix += 1e-6 * np.diag(matrix).mean() * np.eye(len(matrix))
+    inputs = mx.array(np.linalg.cholesky(matrix).T.astype(np.float32))[None]
+    with contextlib.redirect_stderr(io.StringIO()):
+        made = gptq_quantize(nn.Sequential(linear), inputs, bits, 64, bits, 64)[0].layers[0]
+    dense = mx.dequantize(made.weight, made.scales, made.biases, group_size=64, bits=bits)
+    return np.array(dense.astype(mx.float32))
+
+
+def compressor_gptq(weight: np.ndarray, bits: int, moment: Moment) -> np.ndarray:
+    """llm-compressor's GPTQ as it comes (order by activation), affine groups of 64."""
+    import torch
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.utils import calculate_qparams
+    from llmcompressor.modifiers.gptq.gptq_quantize import quantize_weight
+
+    if bits == 8:
+        return mlx_affine(weight, bits, moment)
+    how = QuantizationArgs(
+        num_bits=bits, symmetric=False, strategy="group", group_size=64, actorder="static"
+    )
+    tensor, matrix = torch.from_numpy(weight.copy()), torch.from_numpy(moment().copy())
+    groups = tensor.unflatten(-1, (-1, 64))
+    grids = [part[None] for part in calculate_qparams(groups.amin(-1), groups.amax(-1), how)]
+    return quantize_weight(tensor[None], matrix[None], *grids, None, how)[0][0].numpy()
+
+
+def gguf_symmetric(weight: np.ndarray, bits: int, moment: Moment) -> np.ndarray:
     """GGUF's Q4_0, or Q8_0 for 8 bits: symmetric groups of 32."""
     from gguf import GGMLQuantizationType, quants
 
@@ -67,7 +109,7 @@ def gguf_symmetric(weight: np.ndarray, bits: int) -> np.ndarray:
     return quants.dequantize(quants.quantize(weight, kind), kind)
 
 
-def llama_iq4_nl(weight: np.ndarray, bits: int) -> np.ndarray:
+def llama_iq4_nl(weight: np.ndarray, bits: int, moment: Moment) -> np.ndarray:
     """llama.cpp's quantizer to IQ4_NL, or Q8_0 for 8 bits: groups of 32, 4.5 bits."""
     from gguf import GGMLQuantizationType, quants
 
@@ -95,7 +137,7 @@ def _ggml() -> ctypes.CDLL:
     return library
 
 
-def hqq_affine(weight: np.ndarray, bits: int) -> np.ndarray:
+def hqq_affine(weight: np.ndarray, bits: int, moment: Moment) -> np.ndarray:
     """The hqq package's own rounds, groups of 64."""
     import torch
     from hqq.core.quantize import Quantizer

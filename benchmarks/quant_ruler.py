@@ -1,9 +1,9 @@
 """The reference model of the quantization benchmarks, and how far any weights are from it."""
 
+import functools
 import math
 import shutil
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from pippin.model.config import read_config
 from pippin.model.source import copy_side_files
 from pippin.model.tokenizer import load_tokenizer
 from pippin.model.weights import Checkpoint, Writer
+from quant_peers import Peer
 
 LENGTH, SCORED = 256, 16
 
@@ -67,14 +68,17 @@ class Ruler:
             equal += int((parent_TV.argmax(-1) == child.argmax(-1)).sum())
         return Score(kl=divergence / self.tokens, top1=equal / self.tokens)
 
-    def peer(self, peer: Callable[[np.ndarray, int], np.ndarray]) -> Score:
-        """Every matrix through another program's quantizer and back."""
+    def peer(self, peer: Peer, moments: Path) -> Score:
+        """Every matrix through another program's quantizer and back; X^T X by linear in a file."""
+        file = np.load(moments)
         tensors, start = {}, time.process_time()
         for name, info in self.checkpoint.tensors.items():
             tensors[name] = self.checkpoint.read(name).astype(np.float32)
             if len(info.shape) == 2:
                 embedding = names.is_embedding(names.module(name))
-                tensors[name] = peer(tensors[name], 8 if embedding else 4)
+                module = "lm_head" if embedding else names.module(name)
+                moment = functools.partial(file.__getitem__, module)
+                tensors[name] = peer(tensors[name], 8 if embedding else 4, moment)
         return replace(self.measure(tensors), seconds=time.process_time() - start)
 
 
