@@ -22,6 +22,7 @@ from pippin.model.quantized import (
     pack,
     unpack,
 )
+from pippin.model.quantized_floats import MODES, dequantize_floats
 from pippin.model.weights import Writer
 
 
@@ -156,6 +157,25 @@ def test_config_that_does_not_fit_its_tensors(tmp_path: Path) -> None:
 
 
 def test_other_modes_are_refused(tmp_path: Path) -> None:
-    folder, _ = _folder(tmp_path, mode="mxfp4")
-    with pytest.raises(ModelError, match="mxfp4"):
-        list(dense_tensors(folder))
+    for number, (mode, bits) in enumerate({"mxfp5": 4, "nvfp4": 8}.items()):
+        (inner := tmp_path / str(number)).mkdir()
+        folder, _ = _folder(inner, mode=mode, bits=bits)
+        with pytest.raises(ModelError, match=f"{mode} with {bits} bits"):
+            list(dense_tensors(folder))
+
+
+@pytest.mark.mlx
+@pytest.mark.parametrize(
+    ("mode", "group_size", "bits"), [(m, f.group_size, f.bits) for m, f in MODES.items()]
+)
+def test_small_floats_are_those_of_mlx(mode: str, group_size: int, bits: int) -> None:
+    """Bit for bit, over scales from tiny to huge."""
+    mx = pytest.importorskip("mlx.core")
+    rng = np.random.default_rng(2)
+    weight = rng.normal(size=(7, 256)) * 2.0 ** rng.integers(-6, 7, (7, 256))
+    settings = {"group_size": group_size, "bits": bits, "mode": mode}
+    packed, scales = mx.quantize(mx.array(weight.astype(np.float32)), **settings)
+    codes = unpack(np.array(packed), bits, 256)
+    ours = dequantize_floats(codes, np.array(scales), MODES[mode])
+    wanted = mx.dequantize(packed, scales, **settings).astype(mx.float32)
+    np.testing.assert_array_equal(ours, np.array(wanted))

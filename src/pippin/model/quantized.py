@@ -12,11 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from pippin.errors import ModelError
 from pippin.model.config import ModelConfig, read_config
+from pippin.model.quantized_floats import Floats, dequantize_floats, find_floats
 from pippin.model.weights import Checkpoint, Spec, nbytes
 from pippin.quantizers import Codes, Grid
 
@@ -75,17 +77,13 @@ def layout(config: ModelConfig, name: str) -> Grid | None:
     A module without an entry of its own follows the default, if it has scales: the caller looks.
     Raises ModelError for a mode that is not affine.
     """
-    if config.quantization is None:
+    entry = _entry(config, name)
+    if entry is None:
         return None
-    entry = config.quantization.get(name, config.quantization)
-    if entry is False:
-        return None
-    if entry is True:
-        entry = config.quantization
-    mode = entry.get("mode", "affine")
-    if mode != "affine":
+    if find_floats(name, entry):
         raise ModelError(
-            f"{name} is quantized as {mode}, pippin reads affine", "start from the dense model"
+            f"{name} is quantized as {entry['mode']}, which has no affine codes",
+            "start from the dense model",
         )
     grids = config.raw.get(GRIDS_KEY, {})
     grid = grids.get(name, grids.get("default", {}))
@@ -97,12 +95,20 @@ def layout(config: ModelConfig, name: str) -> Grid | None:
     )
 
 
+def _entry(config: ModelConfig, module: str) -> dict[str, Any] | None:
+    """What `quantization` in config.json says of the module; None for a dense one."""
+    if config.quantization is None:
+        return None
+    entry = config.quantization.get(module, config.quantization)
+    return config.quantization if entry is True else entry or None
+
+
 class DenseView:
     """A plain or quantized folder seen as the dense model: every weight under its plain name.
 
     `tensors` gives the dense shapes; the dtype of a quantized weight is that of its scales. `grids`
-    are those of the quantized ones. Raises ModelError where config.json and the tensors are not of
-    one model.
+    are those of the quantized ones, `floats` the layouts of those in small floats, which are
+    bfloat16 here. Raises ModelError where config.json and the tensors are not of one model.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -110,24 +116,24 @@ class DenseView:
         self.config = read_config(folder)
         self.tensors: dict[str, Spec] = {}
         self.grids: dict[str, Grid] = {}
+        self.floats: dict[str, Floats] = {}
         for name, info in self.checkpoint.tensors.items():
             module, _, kind = name.rpartition(".")
             if f"{module}.scales" not in self.checkpoint.tensors or kind == "bias":
                 self.tensors[name] = Spec(shape=info.shape, dtype=info.dtype)
             elif kind == "weight":
-                self.grids[name] = self._grid(module)
-                inputs = info.shape[1] * 32 // self.grids[name].bits
-                dtype = self.checkpoint.tensors[f"{module}.scales"].dtype
-                self.tensors[name] = Spec(shape=(info.shape[0], inputs), dtype=dtype)
+                self.tensors[name] = self._quantized(name, module)
 
     def read(self, name: str) -> NDArray[Any]:
         """A whole weight: float32 if it was quantized, in its stored dtype if not."""
-        if name not in self.grids:
+        if name not in self.grids and name not in self.floats:
             return self.checkpoint.read(name)
         return self.read_rows(name, 0, self.tensors[name].shape[0])
 
     def read_rows(self, name: str, start: int, stop: int) -> NDArray[Any]:
         """Rows of a weight, as `read`."""
+        if name in self.floats:
+            return self._read_floats(name, start, stop)
         if name not in self.grids:
             return self.checkpoint.read_rows(name, start, stop)
         codes = self.read_codes(name, start, stop)
@@ -144,23 +150,40 @@ class DenseView:
         codes_OI = unpack(packed, self.grids[name].bits, self.tensors[name].shape[1])
         return Codes(codes_OI=codes_OI, scales_OG=scales_OG, biases_OG=biases_OG)
 
-    def _grid(self, module: str) -> Grid:
-        tensors = self.checkpoint.tensors
-        packed, scales = tensors[f"{module}.weight"], tensors[f"{module}.scales"]
-        grid = layout(self.config, module)
-        if grid is None or packed.dtype != np.uint32 or f"{module}.biases" not in tensors:
+    def _read_floats(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
+        module, floats = name.removesuffix(".weight"), self.floats[name]
+        packed = self.checkpoint.read_rows(name, start, stop)
+        scales_OG = self.checkpoint.read_rows(f"{module}.scales", start, stop)
+        codes_OI = unpack(packed, floats.bits, self.tensors[name].shape[1])
+        return dequantize_floats(codes_OI, scales_OG, floats)
+
+    def _quantized(self, name: str, module: str) -> Spec:
+        """Note how the weight is stored; its dense shape and dtype."""
+        tensors, entry = self.checkpoint.tensors, _entry(self.config, module)
+        packed, scales = tensors[name], tensors[f"{module}.scales"]
+        floats = find_floats(module, entry) if entry else None
+        biased = f"{module}.biases" in tensors
+        if entry is None or packed.dtype != np.uint32 or biased == bool(floats):
             raise ModelError(
                 f"{module} of {self.checkpoint.folder} has scales and no codes that pippin reads",
                 "start from the dense model",
             )
-        groups = packed.shape[-1] * 32 // grid.bits // grid.group_size
+        inputs = packed.shape[-1] * 32 // entry["bits"]
+        groups = inputs // entry["group_size"]
         if len(packed.shape) != 2 or scales.shape != (packed.shape[0], groups):
             raise ModelError(
-                f"{module}: {grid.bits} bits in groups of {grid.group_size} do not fit scales of "
-                f"shape {scales.shape} and codes of {packed.shape}",
+                f"{module}: {entry['bits']} bits in groups of {entry['group_size']} do not fit "
+                f"scales of shape {scales.shape} and codes of {packed.shape}",
                 "config.json and the weights are not of one model",
             )
-        return grid
+        shape = (packed.shape[0], inputs)
+        if floats:
+            self.floats[name] = floats
+            return Spec(shape=shape, dtype=np.dtype(ml_dtypes.bfloat16))
+        grid = layout(self.config, module)
+        assert grid is not None
+        self.grids[name] = grid
+        return Spec(shape=shape, dtype=scales.dtype)
 
 
 def dense_tensors(folder: Path) -> Iterator[tuple[str, NDArray[Any]]]:

@@ -11,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 from pippin.engines.mlx import blas, parity
 from pippin.errors import ModelError, UsageError
 from pippin.model.config import shrunk, with_rope_keys
+from pippin.model.quantized_floats import MODES
 from pippin.recipe import Train
 
 pytestmark = pytest.mark.mlx
@@ -117,22 +118,23 @@ def codes(request, monkeypatch):
     return request.param
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
-def test_quantized_folders(engine, reference, tiny, tmp_path, bits, codes):
+@pytest.mark.parametrize("kind", [2, 3, 4, 5, 6, 8, *MODES])
+def test_quantized_folders(engine, reference, tiny, tmp_path, kind, codes):
     """Our layout as mlx-lm reads it, against its dense meaning in PyTorch; embeddings too."""
-    folder = quantized(tiny("llama_tied"), tmp_path, bits)
+    folder = quantized(tiny("llama_tied"), tmp_path, kind)
     ours, wanted = (e.load(folder, "float32") for e in (engine, reference))
     assert codes == any("scales" in module for _, module in ours.network.named_modules())
     np.testing.assert_allclose(ours.logprobs(TOKENS), wanted.logprobs(TOKENS), atol=3e-5)
 
 
+@pytest.mark.parametrize("kind", [4, "nvfp4"])
 def test_adapters_train_on_a_quantized_base(
-    engine, reference, tiny, tmp_path, adapter, pack, samples, codes
+    engine, reference, tiny, tmp_path, adapter, pack, samples, codes, kind
 ):
     """Losses are those of PyTorch on the dequantized base."""
     from pippin.recipe import Lora
 
-    folder = quantized(tiny("llama"), tmp_path, 4)
+    folder = quantized(tiny("llama"), tmp_path, kind)
     lora, first = Lora(rank=4, alpha=8), adapter(tiny("llama"))
     trainers = [
         e.load(folder, "float32").trainer(Train(), lora, first, 0) for e in (engine, reference)
@@ -146,21 +148,24 @@ def test_adapters_train_on_a_quantized_base(
         engine.load(folder, "float32").trainer(Train(), None, {}, 0)
 
 
-def quantized(folder, target, bits):
-    """The folder after the quantize stage's own writer, in groups of 32, embedding included."""
+def quantized(folder, target, kind):
+    """The folder as MLX writes it, embedding included: bits in groups of 32, or a mode's name."""
     import mlx.core as mx
 
+    floats = MODES.get(kind)
+    quantization = {"bits": kind, "group_size": 32}
+    if floats:
+        quantization = {"bits": floats.bits, "group_size": floats.group_size, "mode": kind}
     config = json.loads((folder / "config.json").read_text())
     tensors = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         if tensor.ndim == 2 and tensor.shape[1] % 32 == 0:
-            parts = mx.quantize(mx.array(tensor), group_size=32, bits=bits)
-            for kind, part in zip(("weight", "scales", "biases"), parts, strict=True):
-                tensors[name.removesuffix("weight") + kind] = np.array(part)
+            parts = mx.quantize(mx.array(tensor), **quantization)
+            for part, array in zip(("weight", "scales", "biases"), parts, strict=False):
+                tensors[name.removesuffix("weight") + part] = np.array(array)
         else:
             tensors[name] = tensor
     save_file(tensors, target / "model.safetensors", {"format": "mlx"})
-    quantization = {"bits": bits, "group_size": 32}
     (target / "config.json").write_text(json.dumps(config | {"quantization": quantization}))
     return target
 

@@ -40,6 +40,7 @@ def load_network(folder: Path, dtype: mx.Dtype, remote_code: bool = False) -> nn
     network.set_dtype(dtype)
     if not keeps_codes():
         network = dequantize_model(network)
+        network.set_dtype(dtype)  # small floats became bfloat16, in which they are exact
     network.freeze()
     network.eval()
     mx.eval(network.parameters())
