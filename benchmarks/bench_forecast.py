@@ -113,8 +113,8 @@ CUDA = [
     run("gemma-3-270m", 18, "lora", 8192, split=16, checkpointing=True),
     run("llama-3.2-1b", 16, "lora", 8192, split=8),
     run("llama-3.2-1b", 16, "lora", 1024, checkpointing=True),
-    run("llama-3.2-1b", 16, "qlora", 4096, split=4),
-    run("llama-3.2-1b", 16, "full", 2048, split=4),
+    run("llama-3.2-1b", 4, "qlora", 4096, split=4),
+    run("llama-3.2-1b", 8, "full", 2048, split=4),
     run("qwen2.5-0.5b", 24, "lora", 4096, split=8),
     run("qwen2.5-0.5b", 24, "lora", 256),
 ]
@@ -156,7 +156,8 @@ def measured(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     asked = [runs[n] for n in numbers]
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(options.jobs) as pool:
         folders = [Path(scratch) / str(n) for n in numbers]
-        make_inputs(asked, folders)
+        if options.jobs == 1:
+            make_inputs(asked, folders)
         for each in pool.map(partial(in_child, options.device), asked, folders):
             if each is None:
                 continue
@@ -169,6 +170,8 @@ def measured(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def in_child(device: str, asked: Run, folder: Path) -> dict[str, Any] | None:
     """The figures of one run; None, and its last words printed, where it failed."""
+    if not folder.exists():
+        make_inputs([asked], [folder])
     command = [sys.executable, __file__, "--device", device, "--child", json.dumps(asdict(asked))]
     done = subprocess.run(
         [*command, "--folder", str(folder)], capture_output=True, text=True, check=False
