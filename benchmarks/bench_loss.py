@@ -1,6 +1,7 @@
 """The loss layer on one CUDA device: memory and time beside full logits, forward and gradient.
 
-8,192 tokens, 151,936 classes, 4,096 hidden channels, bfloat16, the head frozen.
+8,192 tokens, 151,936 classes, 4,096 hidden channels, bfloat16, the head frozen. As in training, our
+gradient takes the place of the hidden states.
 """
 
 from collections.abc import Callable
@@ -23,35 +24,37 @@ def main() -> None:
     options = common.arguments(__doc__ or "").parse_args()
     torch.manual_seed(0)
     make = {"device": "cuda", "dtype": torch.bfloat16}
-    hidden_SD = torch.randn(TOKENS, HIDDEN, **make).requires_grad_()
+    given_SD = torch.randn(TOKENS, HIDDEN, **make)
     weight_VD = torch.randn(CLASSES, HIDDEN, **make) / HIDDEN**0.5
     targets_S = torch.randint(0, CLASSES, (TOKENS,), device="cuda")
 
-    def ours() -> Any:
-        loss = head_loss(hidden_SD, targets_S, Head(weight_VD=weight_VD))
+    def fresh() -> Any:
+        return given_SD.clone().requires_grad_()
+
+    def ours(hidden_SD: Any) -> Any:
+        loss = head_loss(hidden_SD, targets_S, Head(weight_VD=weight_VD), consume=True)
         return torch.autograd.grad(loss, hidden_SD)[0]
 
-    def full() -> Any:
+    def full(hidden_SD: Any) -> Any:
         logits_SV = hidden_SD @ weight_VD.T
         loss = functional.cross_entropy(logits_SV, targets_S, reduction="sum")
         return torch.autograd.grad(loss, hidden_SD)[0]
 
-    def products() -> Any:
+    def products(hidden_SD: Any) -> Any:
         with torch.no_grad():
             return (hidden_SD @ weight_VD.T) @ weight_VD
 
-    error = float((ours() - full()).float().norm() / full().float().norm())
-    peaks = [peak(run) for run in (ours, full)]
-    times = [milliseconds(run) for run in (ours, full, products)]
-    gradient = hidden_SD.numel() * hidden_SD.element_size()
-    notes = {"gradient differs by": round(error, 5), "of it the returned gradient": gib(gradient)}
+    wanted = full(fresh()).float()
+    error = float((ours(fresh()) - wanted).norm() / wanted.norm())
+    peaks = [peak(run, fresh()) for run in (ours, full)]
+    times = [milliseconds(run, fresh) for run in (ours, full, products)]
+    notes = {"gradient differs by": round(error, 5)}
     rows = [
         common.Row(
             name="loss-layer-memory",
             value=gib(peaks[0]),
             unit="GiB beyond the inputs",
             better="lower",
-            limit=gib(gradient),
             peers={"full logits": gib(peaks[1])},
             notes=notes,
         ),
@@ -74,26 +77,27 @@ def gib(count: int) -> float:
     return round(count / 2**30, 3)
 
 
-def peak(run: Callable[[], Any]) -> int:
+def peak(run: Callable[[Any], Any], hidden_SD: Any) -> int:
     """Bytes allocated at the most, beyond what was there before."""
     import torch
 
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    run()
+    run(hidden_SD)
     return torch.cuda.max_memory_allocated() - before
 
 
-def milliseconds(run: Callable[[], Any]) -> float:
+def milliseconds(run: Callable[[Any], Any], fresh: Callable[[], Any]) -> float:
     """The median of some runs."""
     import torch
 
     times = []
     for _ in range(REPEATS + 2):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        hidden_SD = fresh()
         start.record()
-        run()
+        run(hidden_SD)
         stop.record()
         torch.cuda.synchronize()
         times.append(start.elapsed_time(stop))

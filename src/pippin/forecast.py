@@ -162,7 +162,7 @@ class Forecast:
             longest=min(train.row_tokens, self.recipe.data.max_seq_len),
             itemsize=self.itemsize,
             trained=self.trained,
-            checkpointing=train.gradient_checkpointing,
+            checkpointing=train.recomputed,
             adapted=frozenset() if full else self.facts.adapted,
             rank=lora.rank,
             gained=sum(o for _, o in self.facts.linears) if lora.dora and not full else 0,
@@ -191,7 +191,7 @@ class Forecast:
         if self.updates is None or self._rate is None:
             return None
         train = self.recipe.train
-        factor = (4 if train.method == "lora" else 6) + 2 * train.gradient_checkpointing
+        factor = (4 if train.method == "lora" else 6) + 2 * train.recomputed
         tokens = train.row_tokens * train.batch_rows * train.accumulate * self.updates
         faster = NATIVE if self.itemsize == 2 and self.machine.native_bfloat16 else 1
         return factor * memory.parameters(self.facts.config) * tokens / self._rate / faster

@@ -77,6 +77,7 @@ LIMITS = {
     "train.max_grad_norm": NATURAL,
     "train.min_learning_rate": NATURAL,
     "train.patience": NATURAL,
+    "train.recomputed_layers": Range(above=0, at_most=1),
     "train.row_tokens": Range(at_least=2),
     "train.spike": NATURAL,
     "train.steps": COUNT,
@@ -120,6 +121,18 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str, str]]
             ("train", "frozen_dtype"),
             "full fine-tuning freezes nothing",
             "leave it out, or set train.method = lora",
+        )
+    if train.recomputed_layers < 1 and not train.gradient_checkpointing:
+        yield (
+            ("train", "recomputed_layers"),
+            "is a share of what gradient_checkpointing recomputes, which is off",
+            "set train.gradient_checkpointing = true",
+        )
+    if train.recomputed_layers < 1 and recipe.model.engine != "torch":
+        yield (
+            ("train", "recomputed_layers"),
+            f"the engine {recipe.model.engine} recomputes all layers or none",
+            'leave it out, or set model.engine = "torch"',
         )
     if train.patience and not train.valid_every:
         yield (

@@ -26,6 +26,7 @@ HARMLESS = {
     "train.compile",
     "train.gradient_checkpointing",
     "train.keep_checkpoints",
+    "train.recomputed_layers",
     "train.spike",
 }
 

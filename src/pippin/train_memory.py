@@ -8,6 +8,7 @@ Letters: n tokens at once, D hidden, F feed-forward, H heads, C channels of a he
 channels of queries and of keys, V vocabulary, R rank, E a frame's width, b bytes of an element.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -59,6 +60,7 @@ class TrainShape:
     `trained` counts trainable parameters; `adapted` are the last names of the linears with an
     adapter of `rank`, none in full fine-tuning; `gained` counts the outputs, in all layers, that
     DoRA rescales. `packed` is the group of 4-bit codes that linears are kept in, 0 for dense ones.
+    `checkpointing` is the share of the layers that are computed again.
     `accumulates` tells that gradients of an earlier micro-batch are there. `device` is where
     PyTorch computes, empty for another engine.
     """
@@ -68,7 +70,7 @@ class TrainShape:
     longest: int
     itemsize: int
     trained: int
-    checkpointing: bool
+    checkpointing: float
     adapted: frozenset[str] = frozenset()
     rank: int = 0
     gained: int = 0
@@ -119,9 +121,9 @@ def train_bytes(shape: Shape, train: TrainShape) -> TrainBytes:
     table = shape.vocab_size * shape.hidden_size
     layer, ends = layer_kept(shape, train), train.tokens * b * shape.hidden_size
     early = 4 * t if train.adapted or train.accumulates else 0  # gradients before the backward ends
-    inputs = shape.num_layers * ends  # checkpointing keeps the inputs of layers
-    kept = inputs if train.checkpointing else shape.num_layers * layer
-    again = layer if train.checkpointing else 0
+    again = math.ceil(train.checkpointing * shape.num_layers)  # only their inputs are kept
+    kept = again * ends + (shape.num_layers - again) * layer
+    fresh = layer if again == shape.num_layers else 0  # else a kept one is gone by then
     head = table * b if train.full else 0
     return TrainBytes(
         weights=weight_bytes(shape, train),
@@ -130,7 +132,7 @@ def train_bytes(shape: Shape, train: TrainShape) -> TrainBytes:
         gradients=4 * t,
         kept=kept + _casts(train) + early,
         at_loss=4 * ends + _loss(shape, train) + (4 * table + head if train.full else 0),
-        in_backward=3 * ends + again + head + _backward(shape, train),
+        in_backward=3 * ends + fresh + head + _backward(shape, train),
         at_end=(layer + 2 * head) if train.full else 0,
         in_update=4 * memory.largest_tensor(shape) if train.full else 0,
         in_checkpoint=12 * t if train.device == "cpu" else 0,

@@ -131,6 +131,6 @@ def _keys(forecast: Forecast, old: Train, new: Train, base: Forecast) -> str:
 
 def _pace(forecast: Forecast, train: Train) -> float:
     """Time of a token, in products of the whole model: 4 for an adapter, 6 for all, 2 again."""
-    products = (4 if train.method == "lora" else 6) + 2 * train.gradient_checkpointing
+    products = (4 if train.method == "lora" else 6) + 2 * train.recomputed
     codes = DECODING if forecast.facts.config.quantization else 0.0
     return products * (1 + HALF / (train.row_tokens * train.batch_rows)) * (1 + codes)

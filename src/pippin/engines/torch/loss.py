@@ -58,12 +58,13 @@ class Head:
         return max(16, CHUNK_BYTES // (4 * self.weight_VD.shape[0]))
 
 
-def head_loss(hidden_SD: Tensor, targets_S: Tensor, head: Head) -> Tensor:
+def head_loss(hidden_SD: Tensor, targets_S: Tensor, head: Head, *, consume: bool = False) -> Tensor:
     """Summed cross-entropy in nats, a scalar in float32 or better.
 
     Gradients go to the hidden states, and to the head's weight and bias where they are trained.
+    `consume` lets the gradient take the hidden states' place in memory: nobody may read them again.
     """
-    return _HeadLoss.apply(hidden_SD, head.weight_VD, head.bias_V, targets_S, head)
+    return _HeadLoss.apply(hidden_SD, head.weight_VD, head.bias_V, targets_S, head, consume)
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -71,8 +72,9 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden_SD: Tensor, weight_VD: Tensor, bias_V: Any, *rest: Any) -> Tensor:
-        targets_S, head = rest
-        grads = _Grads.empty(hidden_SD, weight_VD, bias_V, ctx.needs_input_grad)
+        targets_S, head, consume = rest
+        place_SD = hidden_SD if consume else torch.empty_like(hidden_SD)
+        grads = _Grads.empty(place_SD, weight_VD, bias_V, ctx.needs_input_grad)
         exact = torch.promote_types(hidden_SD.dtype, torch.float32)
         loss = torch.zeros((), dtype=exact, device=hidden_SD.device)
         chunk = _chunk_rows(hidden_SD, head)
@@ -85,7 +87,7 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
         grads, ctx.grads = ctx.grads, None
-        return (*grads.times(upstream[0]), None, None)
+        return (*grads.times(upstream[0]), None, None, None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,11 +99,11 @@ class _Grads:
     bias_V: Tensor | None
 
     @classmethod
-    def empty(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, wants: Any) -> "_Grads":
+    def empty(cls, place_SD: Tensor, weight: Tensor, bias: Tensor | None, wants: Any) -> "_Grads":
         """The weight's gradient sums over chunks, so it sums in float32."""
         exact = torch.promote_types(weight.dtype, torch.float32)
         return cls(
-            hidden_SD=torch.empty_like(hidden) if wants[0] else None,
+            hidden_SD=place_SD if wants[0] else None,
             weight_VD=torch.zeros_like(weight, dtype=exact) if wants[1] else None,
             bias_V=torch.zeros_like(bias, dtype=exact) if bias is not None and wants[2] else None,
         )
@@ -120,7 +122,7 @@ def _chunk_rows(hidden_SD: Tensor, head: Head) -> int:
     if not _in_place(hidden_SD):
         return head.chunk
     row = hidden_SD.element_size() * head.weight_VD.shape[0]
-    return max(128, KERNEL_BYTES // row // 128 * 128)
+    return max(128, KERNEL_BYTES // row // 64 * 64)
 
 
 def _in_place(hidden_SD: Tensor) -> bool:
@@ -170,12 +172,12 @@ def _block(products_CV: Tensor, targets_C: Tensor, head: Head, wanted: bool) -> 
 
 
 def _fill(d_CV: Tensor, hidden_CD: Tensor, head: Head, grads: _Grads) -> None:
-    if grads.hidden_SD is not None:
-        _product_over_words(d_CV, head.weight_VD, grads.hidden_SD)
     if grads.weight_VD is not None:
         grads.weight_VD.add_(d_CV.T @ hidden_CD)
     if grads.bias_V is not None:
         grads.bias_V.add_(d_CV.sum(0))
+    if grads.hidden_SD is not None:  # last: it may lie where the hidden states do
+        _product_over_words(d_CV, head.weight_VD, grads.hidden_SD)
 
 
 def _product_over_words(d_CV: Tensor, weight_VD: Tensor, out_CD: Tensor) -> None:

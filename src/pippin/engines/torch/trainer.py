@@ -59,8 +59,8 @@ class TorchTrainer:
             parameter.requires_grad_(True)
         if train.frozen_dtype == "float8":
             refuse_old(network.device)
-        if train.gradient_checkpointing:
-            checkpoint_activations(network)
+        if train.recomputed:
+            checkpoint_activations(network, train.recomputed)
         self.by_hand = self._replace_layers()
         self.compiled = not self.by_hand and self._compile()
         if self.by_hand:
@@ -184,7 +184,7 @@ class TorchTrainer:
             return self._loss_of_forward(rows)
         hidden_BTD = hidden_states(self.network, rows.tokens_BT, **rows.extra)
         hidden_SD = hidden_BTD.flatten(0, 1).index_select(0, rows.index_S)
-        return head_loss(hidden_SD, rows.targets_S, self.head)
+        return head_loss(hidden_SD, rows.targets_S, self.head, consume=True)
 
     def _loss_of_forward(self, rows: Rows) -> Tensor:
         """The model's own logits, for a head that is not a plain product."""
@@ -213,11 +213,19 @@ class TorchTrainer:
         return tuple(notices)
 
 
-def checkpoint_activations(network: PreTrainedModel) -> None:
-    """Activations inside layers are recomputed in the backward, not kept."""
+def checkpoint_activations(network: PreTrainedModel, share: float = 1.0) -> None:
+    """Activations inside the first layers, a `share` of all, are recomputed in the backward.
+
+    Those of the last layers are kept: they are gone again when the first layers' are made.
+    """
     names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
     enable = next(getattr(network, name) for name in names if hasattr(network, name))
     enable({"use_reentrant": False})
+    layers = decoder_layers(network)
+    kept = layers[math.ceil(share * len(layers)) :]
+    for module in (module for layer in kept for module in layer.modules()):
+        if hasattr(module, "gradient_checkpointing"):
+            module.gradient_checkpointing = False
 
 
 def _filled(batch: Batch, train: Train) -> Batch:
