@@ -14,7 +14,7 @@ from pippin.errors import GateError, PippinError, UsageError
 from pippin.events import Finished, Notice
 from pippin.plan import make_plan
 from pippin.recipe import Gate
-from pippin.run import done_steps, run, with_targets
+from pippin.run import done_steps, run, with_refusals
 from pippin.targets import PACKAGES, TARGETS
 from tests.tiny_runs import MACHINE, change, fake_stage, make_recipe
 
@@ -265,7 +265,7 @@ def test_training_alone_needs_no_packages_of_targets(recipe, monkeypatch):
 def test_a_plan_tells_what_its_targets_refuse(recipe, monkeypatch):
     monkeypatch.setattr(targets, "find_spec", lambda _: None)
     asked = change(recipe, deploy={"targets": ("hf",), "context": 65})
-    refusals = with_targets(make_plan(asked, MACHINE)).refusals
+    refusals = with_refusals(make_plan(asked, MACHINE)).refusals
     assert [message for message, _ in refusals] == [
         "target hf needs the package compressed_tensors, which is not installed",
         "a context of 65 tokens, the least is 8; the model knows positions up to 64",

@@ -117,10 +117,10 @@ def plan(asked: Asked, **elsewhere: Any) -> None:
     from pippin.counting import count_updates
     from pippin.machine import find_machine
     from pippin.plan import make_plan
-    from pippin.run import done_steps, with_targets
+    from pippin.run import done_steps, with_refusals
 
     recipe, machine = asked.load(), Elsewhere(**elsewhere).machine(find_machine())
-    made = with_targets(make_plan(recipe, machine, count_updates(recipe)))
+    made = with_refusals(make_plan(recipe, machine, count_updates(recipe)))
     asked.console().plan(made, done_steps(made))
     made.raise_refusals()
 

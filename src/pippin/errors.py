@@ -9,6 +9,10 @@ PippinError                  exit code 1: the work could not be done
 └── Interrupted              exit code 130: stopped by the user, work saved
 """
 
+from typing import TypeAlias
+
+Refusal: TypeAlias = tuple[str, str]  # message and hint of an error that a plan foresees
+
 
 class PippinError(Exception):
     """Something a person can act on: `message` names thing and number, `hint` the way out."""

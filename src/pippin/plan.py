@@ -4,11 +4,11 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
 
 from pippin import artifact
 from pippin.check.record import heed
-from pippin.errors import PippinError, UsageError
+from pippin.engines import missing_package
+from pippin.errors import PippinError, Refusal, UsageError
 from pippin.figures import bytes_text
 from pippin.forecast import Forecast, Need, look
 from pippin.machine import Machine
@@ -16,7 +16,6 @@ from pippin.recipe import Recipe
 from pippin.steps import Step, make_steps, model_folder, run_folder
 from pippin.ways import Way, fastest_fits, kinds_that_fit
 
-Refusal: TypeAlias = tuple[str, str]  # message, hint
 EXTRA_DISK = 1.05  # a new folder stands beside the old one until it is complete
 
 
@@ -111,6 +110,11 @@ def _require(recipe: Recipe, machine: Machine) -> None:
     if engine not in machine.engines:
         raise UsageError(
             f"engine {engine} is not installed",
+            f"pip install 'pippin[{engine}]', or another engine",
+        )
+    if lacking := missing_package(engine):
+        raise UsageError(
+            f"engine {engine} needs the package {lacking}, which is not installed",
             f"pip install 'pippin[{engine}]', or another engine",
         )
     if recipe.model.attention == "math" and engine != "torch":

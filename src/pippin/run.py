@@ -10,7 +10,8 @@ from typing import Any
 from pippin import artifact
 from pippin.artifact import Origin
 from pippin.data.dataset import data_digest
-from pippin.errors import GateError, PippinError, UsageError
+from pippin.engines import check_family
+from pippin.errors import GateError, PippinError, Refusal, UsageError
 from pippin.events import Event, Finished, Notice
 from pippin.job import Job
 from pippin.lock import locked
@@ -108,18 +109,15 @@ class Walk:
                 )
 
     def fetch(self) -> Iterator[Event]:
-        """Get the model, then ask what only the model can tell: whether all of it will fit."""
+        """Get the model, then ask what only it can tell: who refuses it, whether all will fit."""
         for step in self.plan.steps:
             if step.stage == "fetch":
                 yield from self.step(step)
         make_plan(self.plan.recipe, self.plan.machine).raise_refusals()
-        self.ask_targets()
-
-    def ask_targets(self) -> None:
-        """A target that cannot hold such a model says so before anything is trained."""
+        refusals = _engine_refusals(self.plan)
         if not self.deployed():
-            refusals = check_recipe(self.plan.recipe, self.plan.model)
-            replace(self.plan, refusals=tuple(refusals)).raise_refusals()
+            refusals += check_recipe(self.plan.recipe, self.plan.model)
+        replace(self.plan, refusals=tuple(refusals)).raise_refusals()
 
     def deployed(self) -> bool:
         """Whether every target's file is there."""
@@ -243,11 +241,18 @@ def stage_function(stage: str) -> Any:
     return getattr(importlib.import_module(f"pippin.stages.{stage}"), stage)
 
 
-def with_targets(plan: Plan) -> Plan:
-    """The plan with what its targets refuse: packages they lack here, and models once fetched."""
+def with_refusals(plan: Plan) -> Plan:
+    """The plan with what engine and targets refuse: packages they lack, and models once fetched."""
     lacking = [] if plan.machine.elsewhere else missing_packages(plan.recipe.deploy.targets)
-    asked = check_recipe(plan.recipe, plan.model) if (plan.model / CONFIG).is_file() else []
+    asked: list[Refusal] = []
+    if (plan.model / CONFIG).is_file():
+        asked = [*_engine_refusals(plan), *check_recipe(plan.recipe, plan.model)]
     return replace(plan, refusals=(*plan.refusals, *lacking, *asked))
+
+
+def _engine_refusals(plan: Plan) -> list[Refusal]:
+    refusal = check_family(plan.recipe.model.engine, plan.model)
+    return [refusal] if refusal else []
 
 
 def done_steps(plan: Plan) -> set[str]:

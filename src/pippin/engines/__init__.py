@@ -4,6 +4,7 @@ Shape letters: B batch, T tokens, K kept tokens of a distribution, D features.
 """
 
 import importlib
+import importlib.util
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pippin.data.batches import Batch
+from pippin.errors import Refusal
 from pippin.recipe import Lora, Train
 
 Tokens: TypeAlias = NDArray[np.int32]
@@ -23,6 +25,8 @@ ENGINES = {
     "mlx": "pippin.engines.mlx",
     "torch": "pippin.engines.torch",
 }
+# What each imports beside pippin's own dependencies.
+PACKAGES = {"jax": ("jax", "optax"), "mlx": ("mlx", "mlx_lm"), "torch": ("torch",)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,6 +188,17 @@ class DriverMemory(Protocol):
         Caches are emptied first where they come near it.
         """
         ...
+
+
+def missing_package(name: str) -> str | None:
+    """The first package that an engine lacks here; nothing is imported to find out."""
+    lacking = (p for p in PACKAGES[name] if importlib.util.find_spec(p) is None)
+    return next(lacking, None)
+
+
+def check_family(name: str, folder: Path) -> Refusal | None:
+    """Why an engine cannot compute the model in a folder, told before any work; None if it can."""
+    return importlib.import_module(f"{ENGINES[name]}.families").refusal(folder)
 
 
 def load_engine(

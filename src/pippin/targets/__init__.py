@@ -5,21 +5,22 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol, TypeAlias, cast, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
 from pippin.engines import Scorer
+from pippin.errors import Refusal
 from pippin.events import Event
 from pippin.model.config import read_config
 from pippin.quantizers import Grid, budget
 from pippin.recipe import Quantize, Recipe
 
-Refusal: TypeAlias = tuple[str, str]  # message and hint
-
 TARGETS = {
     "coreai": "pippin.targets.coreai",
     "coreml": "pippin.targets.coreml",
     "executorch": "pippin.targets.executorch",
+    "executorch-coreml": "pippin.targets.executorch.coreml",
     "executorch-mlx": "pippin.targets.executorch.mlx",
+    "executorch-vulkan": "pippin.targets.executorch.vulkan",
     "gguf": "pippin.targets.gguf",
     "hf": "pippin.targets.hf",
     "mlx": "pippin.targets.mlx",
@@ -29,7 +30,9 @@ EXTRAS = {
     "coreai": "coreai",
     "coreml": "coreml",
     "executorch": "deploy",
+    "executorch-coreml": "deploy,coreml",
     "executorch-mlx": "deploy",
+    "executorch-vulkan": "deploy",
     "gguf": "torch",
     "hf": "hf",
     "mlx": "mlx",
@@ -39,7 +42,9 @@ PACKAGES = {
     "coreai": ("coreai", "coreai_torch", "torch"),
     "coreml": ("coremltools", "torch"),
     "executorch": ("executorch", "torchao", "torch"),
+    "executorch-coreml": ("executorch", "torchao", "coremltools", "torch"),
     "executorch-mlx": ("executorch", "torchao", "torch"),
+    "executorch-vulkan": ("executorch", "torchao", "torch"),
     "gguf": ("torch",),
     "hf": ("compressed_tensors", "torch"),
     "mlx": ("mlx", "mlx_lm", "torch"),
