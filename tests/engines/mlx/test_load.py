@@ -38,8 +38,13 @@ def copy(tiny, tmp_path):
 def test_a_rope_that_is_not_read_is_refused(engine, copy, monkeypatch):
     """With mlx-lm left to itself, which takes a theta of 10000."""
     folder = copy("llama", rope_parameters={"rope_theta": 3e5, "rope_type": "default"})
-    engine.load(folder, "float32")
+    monkeypatch.setenv("PIPPIN_CACHE", str(folder / "first"))
+    parity.check(folder)
+    assert len(list((folder / "first" / "mlx-parity").iterdir())) == 1
     monkeypatch.setattr("pippin.engines.mlx.load.with_rope_keys", lambda raw: raw)
+    parity._limit.cache_clear()
+    engine.load(folder, "float32")  # what was found is kept
+    monkeypatch.setenv("PIPPIN_CACHE", str(folder / "second"))
     parity._limit.cache_clear()
     with pytest.raises(ModelError, match="computes llama with this config"):
         engine.load(folder, "float32")

@@ -8,7 +8,8 @@ from pippin.engines.host import cores, peak_resident
 from pippin.errors import UsageError
 
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
-# Freed buffers that MLX may keep for the next step; without a limit it keeps all of them.
+# Freed buffers that MLX may keep for the next step where memory is shared with everything else;
+# without a limit it keeps all of them.
 CACHE_BYTES = 1 << 30
 
 
@@ -31,7 +32,7 @@ def pick_device(name: str) -> str:
         )
     picked = here[0] if name == "auto" else name
     mx.set_default_device(mx.cpu if picked == "cpu" else mx.gpu)
-    if picked != "cpu":  # where MLX keeps 32 MiB anyway
+    if picked == "mps":
         mx.set_cache_limit(CACHE_BYTES)
     return picked
 

@@ -50,6 +50,22 @@ def packed_rows(batch: Batch, *, dense: bool = False) -> Rows:
     )
 
 
+def cut(batch: Batch, tokens: int) -> list[Batch]:
+    """The batch's samples in parts of at least `tokens`, each part one row."""
+    keep_BT = batch.segments_BT > 0
+    names = ("tokens_BT", "positions_BT", "segments_BT", "scored_BT")
+    flat = {name: getattr(batch, name)[keep_BT] for name in names}
+    bounds = [0]
+    for start in np.flatnonzero(flat["positions_BT"] == 0).tolist():
+        if start >= bounds[-1] + tokens:
+            bounds.append(start)
+    ends = [*bounds[1:], int(keep_BT.sum())]
+    return [
+        Batch(**{name: array[None, start:end] for name, array in flat.items()})
+        for start, end in zip(bounds, ends, strict=True)
+    ]
+
+
 def slotted_rows(batch: Batch) -> Rows:
     """The same for a GPU: filled up with a sample of nobody's, attention in few large calls."""
     rows = packed_rows(batch)

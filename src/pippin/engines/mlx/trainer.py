@@ -21,9 +21,11 @@ from pippin.engines.mlx.names import Place
 from pippin.engines.mlx.optimizer import Arrays, Optimizer, Sums
 from pippin.engines.mlx.probe import find_ability, run_rows
 from pippin.engines.mlx.recompute import recompute_layers
-from pippin.engines.mlx.rows import Rows
+from pippin.engines.mlx.rows import Rows, cut
 from pippin.errors import ModelError
 from pippin.recipe import Train
+
+BUSY = 128  # tokens
 
 
 class MlxTrainer:
@@ -71,7 +73,8 @@ class MlxTrainer:
 
     def _sums(self, batches: Sequence[Batch]) -> Sums:
         """One micro-batch after the other is computed; the last is left to the update."""
-        sums = None
+        tokens, sums = scored_tokens(batches), None
+        batches = [part for batch in batches for part in self._parts(batch)]
         for key, batch in zip(self._keys(len(batches)), batches, strict=True):
             mx.eval(sums)
             self._draw_from(key)
@@ -80,7 +83,12 @@ class MlxTrainer:
             sums = found if sums is None else tree_map(mx.add, sums, found)
         assert sums is not None, "a step needs a micro-batch"
         loss, grads = sums
-        return Sums(loss=loss, grads=grads, tokens=scored_tokens(batches))
+        return Sums(loss=loss, grads=grads, tokens=tokens)
+
+    def _parts(self, batch: Batch) -> list[Batch]:
+        """On a CPU, where more tokens at a time are no faster, as few as keep it busy."""
+        on_cpu = mx.default_device() == mx.cpu
+        return cut(batch, BUSY) if on_cpu and self.ability.packs else [batch]
 
     def loss(self, batch: Batch) -> tuple[float, int]:
         """Summed loss in nats and count of scored tokens; no gradient, dropout off."""
