@@ -18,6 +18,7 @@ from pippin.memory import LINEARS
 
 LOSS_BYTES = {"cuda": 96 << 20}  # logits that exist at once (engines/torch/loss.py)
 OTHER_LOSS_BYTES = 64 << 20  # the same in float32, elsewhere
+LARGE = 4 << 20  # bytes; larger blocks go back to the system (engines/host.py)
 PACKED_GROUPS = (32, 64, 128, 256)  # of 4-bit codes that the CPU's kernel takes
 
 
@@ -85,7 +86,10 @@ class TrainShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainBytes:
-    """Where training's memory goes: what stays, then what each high point adds to it."""
+    """Where training's memory goes: what stays, then what each high point adds to it.
+
+    `small` is what layers keep in blocks that a CPU's allocator does not give back one by one.
+    """
 
     weights: int
     masters: int
@@ -97,6 +101,7 @@ class TrainBytes:
     at_end: int
     in_update: int
     in_checkpoint: int
+    small: int
 
     @property
     def high(self) -> int:
@@ -119,11 +124,13 @@ def train_bytes(shape: Shape, train: TrainShape) -> TrainBytes:
     """Tensors alone: what a framework and an allocator add is not in it."""
     t, b = train.trained, train.itemsize
     table = shape.vocab_size * shape.hidden_size
-    layer, ends = layer_kept(shape, train), train.tokens * b * shape.hidden_size
+    tensors, ends = layer_kept(shape, train), train.tokens * b * shape.hidden_size
+    layer = sum(tensors)
     early = 4 * t if train.adapted or train.accumulates else 0  # gradients before the backward ends
     again = math.ceil(train.checkpointing * shape.num_layers)  # only their inputs are kept
     kept = again * ends + (shape.num_layers - again) * layer
     fresh = layer if again == shape.num_layers else 0  # else a kept one is gone by then
+    blocks = [ends] * again + tensors * max(1, shape.num_layers - again)
     head = table * b if train.full else 0
     return TrainBytes(
         weights=weight_bytes(shape, train),
@@ -136,11 +143,12 @@ def train_bytes(shape: Shape, train: TrainShape) -> TrainBytes:
         at_end=(layer + 2 * head) if train.full else 0,
         in_update=4 * memory.largest_tensor(shape) if train.full else 0,
         in_checkpoint=12 * t if train.device == "cpu" else 0,
+        small=sum(block for block in blocks if block < LARGE),
     )
 
 
-def layer_kept(shape: Shape, train: TrainShape) -> int:
-    """Kept by one layer for its backward, bytes.
+def layer_kept(shape: Shape, train: TrainShape) -> list[int]:
+    """Bytes of every tensor that one layer keeps for its backward.
 
     Two norms keep input and output (4D), attention query, key, value and output (2Q + 2K), the
     feed-forward gate, up and their product (3F), an adapter its narrow product (R). Norms in
@@ -148,19 +156,17 @@ def layer_kept(shape: Shape, train: TrainShape) -> int:
     kind keeps its own value (F).
     """
     if compiled(shape, train):
-        return _compiled_kept(shape, train)
-    b, q, k = train.itemsize, *_widths(shape)
+        return [train.tokens * _compiled_kept(shape, train)]
+    b, d, f = train.itemsize, shape.hidden_size, shape.intermediate_size
+    q, k = _widths(shape)
     family, wide = _family(shape), _norm_kept(shape, train)
-    channels = 2 * shape.hidden_size * (wide + b) + b * (2 * q + 2 * k)
-    if family.after:
-        channels += 2 * shape.hidden_size * wide
-    if family.heads:
-        channels += (q + k) * wide
-    ours = not family.own and not train.packed
-    channels += b * shape.intermediate_size * (3 if ours else 4)
-    channels += b * (_framed(shape, train) if by_hand(shape, train) else _narrow(train))
-    channels += b * train.gained // shape.num_layers
-    return train.tokens * (channels + _rates(shape, family) + _scores(shape, train))
+    a_token = [d * wide, d * b] * 2 + [q * b, k * b] * 2
+    a_token += [d * wide] * 2 if family.after else []
+    a_token += [q * wide, k * wide] if family.heads else []
+    a_token += [f * b] * (4 if family.own or train.packed else 3)
+    narrow = _framed(shape, train) if by_hand(shape, train) else _narrow(train)
+    a_token += [b * narrow, b * train.gained // shape.num_layers, _rates(shape, family)]
+    return [train.tokens * each for each in (*a_token, _scores(shape, train))]
 
 
 def by_hand(shape: Shape, train: TrainShape) -> bool:
