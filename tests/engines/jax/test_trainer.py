@@ -251,7 +251,8 @@ def test_bits_that_differ_by_layer_are_told(jax_engine, torch_engine, tmp_path):
     folder = write_folder(tmp_path, choose=choose)
     trainer = trained(jax_engine, folder, Train(row_tokens=ROW))
     names = ", ".join(linear for linear in LINEARS if "mlp" in linear)
-    assert trainer.notices == (f"held in float32, as bits differ by layer: {names}",)
+    why = "as codes are floats or bits differ by layer"
+    assert trainer.notices == (f"held in float32, {why}: {names}",)
     tokens = np.random.default_rng(4).integers(3, 60, (2, 30)).astype(np.int32)
     ours, theirs = (e.load(folder, "float32").logprobs(tokens) for e in (jax_engine, torch_engine))
     np.testing.assert_allclose(ours, theirs, atol=1e-4)

@@ -46,17 +46,19 @@ def load_params(folder: Path, dtype: str, device: jax.Device) -> Loaded:
         return view.read(name).astype(DTYPES[dtype])
 
     layers: Params = {}
-    mixed = []
+    widened = []
     for name, shape in spec.shapes().items():
         full = [layer_name(number, name) for number in range(spec.num_layers)]
         grids = {view.grids.get(n) for n in full}
         if grids == {None} or len(grids) > 1:
             layers[name] = hold(_stacked(full, shape, DTYPES[dtype], read), device)
-            mixed += [name.removesuffix(".weight")] * (len(grids) > 1)
+            if len(grids) > 1 or not view.floats.keys().isdisjoint(full):
+                widened.append(name.removesuffix(".weight"))
         else:
             layers[name] = jax.device_put(_stacked_codes(view, full), device)
     top = {key: jax.device_put(read(TOP[key]), device) for key in top_shapes(spec)}
-    notices = (f"held in {dtype}, as bits differ by layer: {', '.join(mixed)}",) if mixed else ()
+    notice = f"held in {dtype}, as codes are floats or bits differ by layer: {', '.join(widened)}"
+    notices = (notice,) if widened else ()
     return Loaded(spec, {**top, "layers": layers}, notices)
 
 
