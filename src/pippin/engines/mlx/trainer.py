@@ -21,6 +21,7 @@ from pippin.engines.mlx.names import Place
 from pippin.engines.mlx.optimizer import Arrays, Optimizer, Sums
 from pippin.engines.mlx.probe import find_ability, run_rows
 from pippin.engines.mlx.recompute import recompute_layers
+from pippin.engines.mlx.ring import added_up, find_group, share
 from pippin.engines.mlx.rows import Rows, cut
 from pippin.errors import ModelError
 from pippin.recipe import Train
@@ -43,6 +44,7 @@ class MlxTrainer:
         # With a trained bias, or an adapter of its own, the head is no plain product.
         plain = not self.head_trained or (loaded.head and loaded.head.weight is not None)
         self.head = loaded.head if plain and not _adapted(loaded.head, places.values()) else None
+        self.group = find_group()
         self.notices = self._notices()
         self._refuse()
         if train.gradient_checkpointing:
@@ -72,23 +74,27 @@ class MlxTrainer:
         return result
 
     def _sums(self, batches: Sequence[Batch]) -> Sums:
-        """One micro-batch after the other is computed; the last is left to the update."""
-        tokens, sums = scored_tokens(batches), None
-        batches = [part for batch in batches for part in self._parts(batch)]
-        for key, batch in zip(self._keys(len(batches)), batches, strict=True):
+        """One part after the other is computed; the last is left to the update."""
+        parts = [part for batch in batches for part in self._parts(batch)]
+        zeros = mx.array(0.0), {n: mx.zeros_like(a) for n, a in self.optimizer.masters.items()}
+        sums: Any = zeros
+        for key, part in share(self.group, list(zip(self._keys(len(parts)), parts, strict=True))):
             mx.eval(sums)
             self._draw_from(key)
             with packed_attention(self.network):  # what is recomputed runs after the forward
-                found = self.grad(self.optimizer.masters, self._rows(batch))
-            sums = found if sums is None else tree_map(mx.add, sums, found)
-        assert sums is not None, "a step needs a micro-batch"
-        loss, grads = sums
-        return Sums(loss=loss, grads=grads, tokens=tokens)
+                found = self.grad(self.optimizer.masters, self._rows(part))
+            sums = found if sums is zeros else tree_map(mx.add, sums, found)
+        loss, *grads = added_up(self.group, [sums[0], *sums[1].values()])
+        named = dict(zip(sums[1], grads, strict=True))
+        return Sums(loss=loss, grads=named, tokens=scored_tokens(batches))
 
     def _parts(self, batch: Batch) -> list[Batch]:
         """On a CPU, where more tokens at a time are no faster, as few as keep it busy."""
-        on_cpu = mx.default_device() == mx.cpu
-        return cut(batch, BUSY) if on_cpu and self.ability.packs else [batch]
+        if self.ability.packs and mx.default_device() == mx.cpu:
+            return cut(batch, BUSY)
+        if self.ability.packs and self.group:
+            return cut(batch, -(-batch.real_tokens // self.group.size()))
+        return [batch]
 
     def loss(self, batch: Batch) -> tuple[float, int]:
         """Summed loss in nats and count of scored tokens; no gradient, dropout off."""
@@ -166,6 +172,8 @@ class MlxTrainer:
             notices.append(self.ability.notice)
         if self.head is None:
             notices.append("the head is the model's own; its full logits are computed")
+        if self.group:
+            notices.append(f"process {self.group.rank() + 1} of {self.group.size()} in the ring")
         return tuple(notices)
 
 
