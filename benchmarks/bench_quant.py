@@ -31,6 +31,7 @@ from pippin import recipe
 from pippin.artifact import Origin
 from pippin.job import Job
 from pippin.model.quantized import DenseView, bits_per_weight
+from pippin.model.weights import Tensors
 from pippin.stages import quantize as quantize_stage
 from pippin.stages.calibration import Calibration, calibrate
 from pippin.stages.fetch import fetch
@@ -145,20 +146,20 @@ class Desk:
                     said if split == "train" else said[:9999]
                 )
 
-    def calibrate(self, job: Job) -> Calibration:
+    def calibrate(self, job: Job, checkpoint: Tensors) -> Calibration:
         """Read once for all settings that weigh inputs alike; the seconds count it once."""
         quantize = job.recipe.quantize
         by_loss = quantize.method == "best" and quantize.importance == "loss"
         if by_loss not in self.calibrations:
-            made = calibrate(job)
+            made = calibrate(job, checkpoint)
             values = {f.name: getattr(made, f.name) for f in fields(made) if f.init}
-            file = self.work / f"moments-{'loss' if by_loss else 'inputs'}.npz"
+            file = self.work / f"moments-{'loss' if by_loss else 'inputs'}-{TOKENS}.npz"
             self.calibrations = {by_loss: Stored(**values, file=file)}
         return self.calibrations[by_loss]
 
     def moments(self, reference: Path) -> Path:
         """X^T X by linear, all inputs alike, in a file."""
-        file = self.work / "moments-inputs.npz"
+        file = self.work / f"moments-inputs-{TOKENS}.npz"
         if not file.exists():
             asked = replace(AFFINE, method="gptq")
             self.run(quantize_stage.quantize, self.asked("calibration", quantize=asked), reference)

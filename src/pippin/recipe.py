@@ -188,6 +188,12 @@ class Quantize:
         "model before, in nats a token; a gate measures it",
     )
 
+    one_pass: bool = key(
+        False,
+        "merge the adapter while its model is quantized: no merged model is written or measured, "
+        "and a base that exists in few bits only needs no dense copy on disk",
+    )
+
     @property
     def budget(self) -> str | None:
         """The key under which bits are shared out, where one is given."""

@@ -76,6 +76,11 @@ def adapter_folder(recipe: Recipe) -> Path:
     return locate_adapter(recipe.model, recipe.folder) or run_folder(recipe) / "train"
 
 
+def merges(recipe: Recipe) -> bool:
+    """Whether the adapter and its base become a model of their own on the way."""
+    return recipe.train.method == "lora" and not recipe.quantize.one_pass
+
+
 def settings(recipe: Recipe, *tables: str) -> dict[str, Any]:
     """`table.key` -> value for all keys of some tables that change what a stage makes."""
     named = {table: getattr(recipe, table) for table in tables}
@@ -113,13 +118,12 @@ def _steps(recipe: Recipe, run: Path, model: Path) -> Iterator[Step]:
     if recipe.train.method == "full":
         tuned, merged = {"model": run / "train"}, run / "train"
     yield _evaluate(recipe, run, "adapter", {**tuned, "parent": run / "evaluate-base"})
-    if recipe.train.method == "lora":
+    if merges(recipe):
         yield _step("merge", "merge the adapter into the model", run, tuned, {})
         yield _evaluate(recipe, run, "merged", {"model": merged, **_parent(run, "adapter")})
-    parent = "merged" if recipe.train.method == "lora" else "adapter"
-    yield _quantize(recipe, run, merged)
-    inputs = {"model": run / "quantize", **_parent(run, parent)}
-    yield _evaluate(recipe, run, "quantized", inputs)
+    yield _quantize(recipe, run, {"model": merged} if merges(recipe) else tuned)
+    parent = _parent(run, "merged" if merges(recipe) else "adapter")
+    yield _evaluate(recipe, run, "quantized", {"model": run / "quantize", **parent})
     for target in recipe.deploy.targets:
         yield from _deploy(recipe, run, target)
 
@@ -177,7 +181,7 @@ def _quantize(recipe: Recipe, run: Path, merged: Path) -> Step:
         stage="quantize",
         title=_quantize_title(recipe),
         folder=run / "quantize",
-        inputs={"model": merged},
+        inputs=inputs,
         settings=slice_,
         reads_data=calibrated,
     )

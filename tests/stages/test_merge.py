@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from tests.tiny_runs import write_rows, write_speaking_model
 
 from pippin.artifact import Origin
 from pippin.engines import load_engine
@@ -19,9 +20,11 @@ from pippin.errors import ModelError
 from pippin.events import Event, Finished, Notice, Progress
 from pippin.job import Job
 from pippin.model.adapter import Base, adapted_linears, new_adapter, save_adapter
+from pippin.model.quantized import DenseView, dense_tensors
 from pippin.model.weights import Checkpoint, Writer
-from pippin.recipe import Data, Lora, Model, Recipe
+from pippin.recipe import Data, Lora, Model, Quantize, Recipe
 from pippin.stages.merge import merge
+from pippin.stages.quantize import quantize
 
 peft = pytest.importorskip("peft")
 torch = pytest.importorskip("torch")
@@ -349,10 +352,6 @@ def test_memory_is_one_tensor_not_one_model(large: Path, tmp_path: Path, stage: 
 @pytest.mark.torch
 def test_quantized_base_becomes_dense(tiny: Tiny, tmp_path: Path) -> None:
     """Merged into the weights as the training saw them, and not rounded to the grid again."""
-    from pippin.model.quantized import dense_tensors
-    from pippin.recipe import Quantize
-    from pippin.stages.quantize import quantize
-
     recipe = Recipe(
         model=Model(source="x"), data=Data(source="x"), quantize=Quantize(group_size=32)
     )
@@ -375,3 +374,48 @@ def test_quantized_base_becomes_dense(tiny: Tiny, tmp_path: Path) -> None:
         np.testing.assert_allclose(merged.read(name), want, rtol=1e-5, atol=1e-6)
     assert "quantization" not in json.loads((tmp_path / "merge" / "config.json").read_text())
     assert _logits(_network(tmp_path / "merge")).shape == (1, 8, 97)
+
+
+def _tensors(folder: Path) -> list[dict[str, Any]]:
+    return json.loads((folder / "quantize.json").read_text())["tensors"]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(("method", "few_bits"), [("mse", False), ("mse", True), ("best", False)])
+def test_one_pass_gives_the_merged_model_s_codes(
+    tmp_path: Path, method: Any, few_bits: bool
+) -> None:
+    base = write_speaking_model(tmp_path / "model")
+    write_rows(tmp_path / "rows")
+
+    def codes(name: str, inputs: dict[str, Path], method: Any = method) -> DenseView:
+        recipe = Recipe(
+            model=Model(source="model", device="cpu", dtype="float32"),
+            data=Data(source="rows", max_seq_len=64),
+            quantize=Quantize(
+                method=method, group_size=32, embed_group_size=32, calibration_tokens=200
+            ),
+            folder=tmp_path,
+        )
+        origin = Origin(stage="quantize", inputs={"model": ""}, settings={}, versions={})
+        folder = tmp_path / name
+        job = Job(stage="quantize", recipe=recipe, inputs=inputs, folder=folder, origin=origin)
+        list(quantize(job))
+        return DenseView(folder)
+
+    if few_bits:
+        base = codes("base", {"model": base}, "rtn").checkpoint.folder
+    adapter = _random_adapter(base, tmp_path / "adapter", Lora(rank=2, targets=("all-linear",)))
+    _merge(base, adapter, tmp_path / "merged")
+    one = codes("one", {"model": base, "adapter": adapter})
+    two = codes("two", {"model": tmp_path / "merged"})
+    assert one.tensors == two.tensors
+    if method == "mse":
+        for name in two.tensors:
+            np.testing.assert_array_equal(one.read(name), two.read(name))
+        return
+    # Calibrated with the adapter beside its base: what it sees differs by rounding, codes may flip.
+    errors = [
+        [row["output_error"] or 0 for row in _tensors(tmp_path / name)] for name in ("one", "two")
+    ]
+    assert errors[0] == pytest.approx(errors[1], rel=0.05)

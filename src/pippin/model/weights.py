@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,7 @@ __all__ = [
     "Shaped",
     "Spec",
     "TensorInfo",
+    "Tensors",
     "Writer",
     "file_tensors",
     "is_finite",
@@ -40,6 +41,25 @@ __all__ = [
 ]
 
 SHARD_BYTES = 5_000_000_000
+
+
+class Tensors(Protocol):
+    """A model's tensors by name, read when they are asked for: a folder's own, or made from it."""
+
+    folder: Path
+
+    @property
+    def tensors(self) -> Mapping[str, Shaped]:
+        """Shape and dtype of every tensor."""
+        ...
+
+    def read(self, name: str) -> NDArray[Any]:
+        """A whole tensor."""
+        ...
+
+    def read_rows(self, name: str, start: int, stop: int) -> NDArray[Any]:
+        """Rows `start` to `stop` of a tensor's first axis."""
+        ...
 
 
 class Checkpoint:

@@ -10,7 +10,7 @@ from pippin.errors import ModelError
 from pippin.model import names
 from pippin.model.config import ModelConfig, with_rope_keys
 from pippin.model.quantized import GRIDS_KEY
-from pippin.model.weights import Checkpoint, Shaped, Spec, TensorInfo
+from pippin.model.weights import Shaped, Spec, Tensors
 from pippin.quantizers import Grid
 from pippin.recipe import Quantize
 
@@ -26,9 +26,7 @@ class Choice:
     why: str = ""
 
 
-def choose_all(
-    checkpoint: Checkpoint, config: ModelConfig, settings: Quantize
-) -> dict[str, Choice]:
+def choose_all(checkpoint: Tensors, config: ModelConfig, settings: Quantize) -> dict[str, Choice]:
     """What becomes of every tensor, by name; a tied head's copy is left out.
 
     Raises ModelError where a pattern of `keep` matches nothing.
@@ -46,7 +44,7 @@ def choose_all(
     }
 
 
-def _choose(name: str, info: TensorInfo, config: ModelConfig, settings: Quantize) -> Choice:
+def _choose(name: str, info: Shaped, config: ModelConfig, settings: Quantize) -> Choice:
     module = names.module(name)
     if len(info.shape) < 2:
         return Choice(grid=None)
@@ -84,7 +82,7 @@ def _kept_by(pattern: str, name: str) -> bool:
     return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(names.module(name), pattern)
 
 
-def layout_specs(checkpoint: Checkpoint, choices: dict[str, Choice]) -> dict[str, Shaped]:
+def layout_specs(checkpoint: Tensors, choices: dict[str, Choice]) -> dict[str, Shaped]:
     """Every tensor of the quantized folder."""
     specs: dict[str, Shaped] = {}
     for name, choice in choices.items():

@@ -22,6 +22,7 @@ from pippin.report.table import (
     summary_table,
 )
 from pippin.report.verdicts import headline, verdicts
+from pippin.steps import merges
 
 REPORT = "report.html"
 STAGES = (
@@ -40,7 +41,7 @@ def write_report(run_folder: Path, title: str, recipe: Recipe) -> Path:
     Stages that are not there are left out. The page refers to nothing outside itself.
     """
     scores = read_all_scores(run_folder)
-    found = verdicts(scores, recipe.gates, recipe.train.method)
+    found = verdicts(scores, recipe.gates, merges(recipe))
     page = _template().render(
         title=title,
         version=__version__,

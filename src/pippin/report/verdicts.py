@@ -57,10 +57,10 @@ def _deployed(subject: str) -> _HandOff:
     )
 
 
-def verdicts(scores: dict[str, Scores], gates: Gates, method: str) -> list[Verdict]:
-    """A verdict for every hand-off of a run; `scores` by subject."""
+def verdicts(scores: dict[str, Scores], gates: Gates, merges: bool) -> list[Verdict]:
+    """A verdict for every hand-off of a run; `scores` by subject. `merges`: a model is made of both."""
     deployed = [name for name in scores if name.startswith("deployed")] or ["deployed"]
-    merged = [MERGED] if method == "lora" else []
+    merged = [MERGED] if merges else []
     hand_offs = [*merged, QUANTIZED, *(_deployed(name) for name in deployed)]
     return [_tuned(scores, gates), *(_judge(h, scores.get(h.subject), gates) for h in hand_offs)]
 

@@ -21,7 +21,7 @@ from pippin.job import Job
 from pippin.model import names
 from pippin.model.config import ModelConfig
 from pippin.model.tokenizer import load_tokenizer
-from pippin.model.weights import Checkpoint, is_finite, row_chunks
+from pippin.model.weights import Tensors, is_finite, row_chunks
 from pippin.quantizers import CALIBRATED
 from pippin.quantizers.choices import Choice
 from pippin.quantizers.hessian import Hessian
@@ -44,7 +44,7 @@ class Calibration:
     """
 
     model: Model
-    checkpoint: Checkpoint
+    checkpoint: Tensors
     batches: list[Batch]
     rows: int
     tokens: int
@@ -107,8 +107,10 @@ class Calibration:
         )
 
 
-def calibrate(job: Job) -> Calibration:
+def calibrate(job: Job, checkpoint: Tensors) -> Calibration:
     """Load the model that is quantized and draw rows for it from the training split.
+
+    `checkpoint` are its weights; an adapter among the job's inputs is loaded with its base.
 
     Raises DataError where there is none.
     """
@@ -123,7 +125,7 @@ def calibrate(job: Job) -> Calibration:
     samples = draw(tokenized.samples, recipe.quantize.calibration_tokens, recipe.seed)
     tokens = sum(len(sample.tokens) for sample in samples)
     longest = max(len(sample.tokens) for sample in samples)
-    model = open_engine(recipe.model).load(folder, recipe.model.dtype)
+    model = open_engine(recipe.model).load(folder, recipe.model.dtype, job.inputs.get("adapter"))
     asked = CALIBRATED[recipe.quantize.method].by_loss and recipe.quantize.importance == "loss"
     by_loss = asked and isinstance(model, LossWeigher)
     notices = _notices(samples, tokens, recipe.quantize.calibration_tokens)
@@ -132,7 +134,7 @@ def calibrate(job: Job) -> Calibration:
     batch_tokens = _BACKWARD_TOKENS if by_loss else _BATCH_TOKENS
     return Calibration(
         model=model,
-        checkpoint=Checkpoint(folder),
+        checkpoint=checkpoint,
         batches=single_batches(samples, max(1, batch_tokens // longest)),
         rows=len(samples),
         tokens=tokens,
@@ -161,7 +163,7 @@ def _notices(samples: list[Sample], tokens: int, wanted: int) -> tuple[str, ...]
 
 
 def passes(
-    checkpoint: Checkpoint, choices: dict[str, Choice], config: ModelConfig, budget: int
+    checkpoint: Tensors, choices: dict[str, Choice], config: ModelConfig, budget: int
 ) -> Iterator[dict[str, str]]:
     """Linear by the tensor that is rounded under its inputs, as many as the budget holds.
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pippin.errors import ModelError
 from pippin.model import names
 from pippin.model.quantized import dequantize, pack
-from pippin.model.weights import Checkpoint, Writer, is_finite, row_chunks
+from pippin.model.weights import Tensors, Writer, is_finite, row_chunks
 from pippin.quantizers import CALIBRATED, Codes, Grid, Quantizer, load_quantizer
 from pippin.quantizers.awq import Folding
 from pippin.quantizers.choices import Choice
@@ -118,7 +118,7 @@ class Coder:
     `parts` are what was written of the last tensor, in chunks, where it was calibrated.
     """
 
-    checkpoint: Checkpoint
+    checkpoint: Tensors
     writer: Writer
     method: str
     folding: Folding = field(default_factory=Folding)

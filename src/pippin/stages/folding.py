@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pippin.model.config import ModelConfig
-from pippin.model.weights import Checkpoint
+from pippin.model.weights import Tensors
 from pippin.quantizers.awq import Folding, find_scale
 from pippin.quantizers.choices import Choice
 from pippin.stages.calibration import Calibration
@@ -69,7 +69,7 @@ def _fold_of(name: str) -> tuple[str, tuple[str, ...]]:
     return "", ()
 
 
-def _rows(checkpoint: Checkpoint, name: str) -> NDArray[np.float32]:
+def _rows(checkpoint: Tensors, name: str) -> NDArray[np.float32]:
     return checkpoint.read(name)[::_EVERY].astype(np.float32)
 
 

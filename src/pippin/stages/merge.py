@@ -16,7 +16,7 @@ from pippin.events import Event, Finished, Notice, Progress, Started
 from pippin.job import Job
 from pippin.model import names
 from pippin.model.adapter import Adapter, load_adapter
-from pippin.model.config import untied, with_dtype, without_quantization, write_raw
+from pippin.model.config import parse_config, untied, with_dtype, without_quantization, write_raw
 from pippin.model.quantized import DenseView
 from pippin.model.source import copy_side_files
 from pippin.model.weights import Spec, Writer, is_finite, row_chunks
@@ -58,26 +58,76 @@ class Plan:
     notices: tuple[str, ...]
 
 
+class Merged:
+    """A model folder seen with an adapter's update in its weights, read some rows at a time.
+
+    Sums in float32 and casts once. Raises ModelError where the adapter was trained on another
+    base, and while it is read where a sum is not finite. `notices` say what changes beside the
+    weights.
+    """
+
+    def __init__(self, job: Job) -> None:
+        """Of the folders `model` and `adapter` among the job's inputs."""
+        self.folder = job.inputs["model"]
+        adapter = load_adapter(job.inputs["adapter"])
+        self.base = DenseView(self.folder)
+        self.plan = plan_merge(self.base, adapter)
+        self.tensors = self.plan.specs
+        self.config = parse_config(self.plan.config, self.folder)
+        checked = check_base(adapter, self.folder, job.origin.inputs["model"])
+        self.notices = (*checked, *self.plan.notices)
+        self._gain: tuple[str, NDArray[np.float32]] | None = None
+
+    def read(self, name: str) -> NDArray[Any]:
+        """A whole tensor in its own dtype."""
+        shape = self.tensors[name].shape
+        return self.read_rows(name, 0, shape[0]) if shape else self.base.read(name)
+
+    def read_rows(self, name: str, start: int, stop: int) -> NDArray[Any]:
+        """Rows of a tensor, likewise."""
+        spec, delta = self.tensors[name], self.plan.deltas.get(name)
+        rows = self.base.read_rows(self.plan.sources[name], start, stop)
+        if delta is not None:
+            rows = delta.add(rows, start, stop)
+            if delta.magnitude_O is not None:
+                gain = self._gain_of(name, delta)
+                rows *= gain[start:stop] if len(gain) > 1 else gain
+        if rows.dtype != spec.dtype:
+            with np.errstate(over="ignore"):
+                rows = rows.astype(spec.dtype)
+        if not is_finite(rows):
+            raise ModelError(
+                f"{name} is not finite after the merge",
+                f"it does not fit {spec.dtype.name}, or the training diverged: train again with "
+                "a smaller learning rate",
+            )
+        return rows
+
+    def _gain_of(self, name: str, delta: Delta) -> NDArray[np.float32]:
+        """DoRA's factors of the tensor that was asked for last, found once."""
+        kept = self._gain
+        if kept is None or kept[0] != name:
+            kept = self._gain = (name, _gain(self.base, self.plan.sources[name], delta))
+        return kept[1]
+
+
 def merge(job: Job) -> Iterator[Event]:
     """Write the model with the adapter's update in its weights.
 
-    Sums in float32 and casts once. Memory: the adapter, and some rows of one tensor. Raises
-    ModelError where the adapter was trained on another base, or a sum is not finite.
+    Memory: the adapter, and some rows of one tensor. Raises what `Merged` raises.
     """
-    base, adapter = DenseView(job.inputs["model"]), load_adapter(job.inputs["adapter"])
-    plan = plan_merge(base, adapter)
-    total = len(plan.specs)
+    merged = Merged(job)
+    total = len(merged.tensors)
     yield Started(stage=STAGE, title="merge the adapter", total=total, unit="tensors")
-    digest = job.origin.inputs["model"]
-    for text in (*check_base(adapter, job.inputs["model"], digest), *plan.notices):
+    for text in merged.notices:
         yield Notice(stage=STAGE, text=text)
-    summary: dict[str, Any] = {"tensors": total, "merged": len(plan.deltas)}
+    summary: dict[str, Any] = {"tensors": total, "merged": len(merged.plan.deltas)}
     with artifact.writing(job.folder, job.origin, summary) as folder:
-        write_raw(folder, plan.config)
-        copy_side_files(job.inputs["model"], folder)
-        with Writer(folder, plan.specs) as writer:
-            for done, name in enumerate(plan.specs, 1):
-                _write_tensor(writer, base, plan, name)
+        write_raw(folder, merged.config.raw)
+        copy_side_files(merged.folder, folder)
+        with Writer(folder, merged.tensors) as writer:
+            for done, name in enumerate(merged.tensors, 1):
+                _write_tensor(writer, merged, name)
                 yield Progress(stage=STAGE, done=done, values={})
         summary["size_bytes"] = artifact.size(folder)
     yield Finished(stage=STAGE, folder=str(job.folder), summary=summary)
@@ -187,22 +237,10 @@ def _gain(base: DenseView, source: str, delta: Delta) -> NDArray[np.float32]:
     return delta.magnitude_O.reshape(norms.shape) / norms
 
 
-def _write_tensor(writer: Writer, base: DenseView, plan: Plan, name: str) -> None:
-    spec, source, delta = plan.specs[name], plan.sources[name], plan.deltas.get(name)
-    gain = None if delta is None or delta.magnitude_O is None else _gain(base, source, delta)
+def _write_tensor(writer: Writer, merged: Merged, name: str) -> None:
+    spec = merged.tensors[name]
+    if not spec.shape:
+        writer.write(name, merged.read(name))
+        return
     for start, stop in row_chunks(spec, _CHUNK_BYTES):
-        rows = base.read_rows(source, start, stop) if spec.shape else base.read(source)
-        if delta is not None:
-            rows = delta.add(rows, start, stop)
-        if gain is not None:
-            rows *= gain[start:stop] if len(gain) > 1 else gain
-        if rows.dtype != spec.dtype:
-            with np.errstate(over="ignore"):
-                rows = rows.astype(spec.dtype)
-        if not is_finite(rows):
-            raise ModelError(
-                f"{name} is not finite after the merge",
-                f"it does not fit {spec.dtype.name}, or the training diverged: train again with "
-                "a smaller learning rate",
-            )
-        writer.write_rows(name, start, rows)
+        writer.write_rows(name, start, merged.read_rows(name, start, stop))

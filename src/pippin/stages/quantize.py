@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from pippin.model import names
 from pippin.model.config import ModelConfig, read_config, write_raw
 from pippin.model.quantized import bits_per_weight
 from pippin.model.source import copy_side_files
-from pippin.model.weights import Checkpoint, Writer
+from pippin.model.weights import Checkpoint, Tensors, Writer
 from pippin.quantizers import CALIBRATED
 from pippin.quantizers.awq import Folding
 from pippin.quantizers.choices import Choice, choose_all, layout_specs, quantized_config
@@ -27,6 +27,7 @@ from pippin.stages.checkpoints import work_folder
 from pippin.stages.coding import Coder, Row
 from pippin.stages.folding import fold
 from pippin.stages.layers_done import LayersDone
+from pippin.stages.merge import Merged
 from pippin.stages.sharing import share_bits
 
 STAGE = "quantize"
@@ -36,36 +37,26 @@ REPORT = "quantize.json"
 def quantize(job: Job) -> Iterator[Event]:
     """Write the quantized folder and `quantize.json`, a row a tensor.
 
-    Raises ModelError for a model that is quantized already, and for weights that are not finite.
+    With an adapter among the inputs its update is in the weights, merged as they are read. Raises
+    ModelError for a model that is quantized already, and for weights that are not finite.
     """
     began = time.monotonic()
-    settings, source = job.recipe.quantize, job.inputs["model"]
-    checkpoint, config = Checkpoint(source), read_config(source)
-    refuse_quantized(source, config)
-    choices = choose_all(checkpoint, config, settings)
+    settings, source = job.recipe.quantize, open_source(job)
+    choices = choose_all(source.tensors, source.config, settings)
     yield Started(stage=STAGE, title=_title(settings), total=len(choices), unit="tensors")
-    work = _plan(job, checkpoint, config, choices)
-    for text in (*_notices(choices, checkpoint), *work.notices):
+    for text in (*source.notices, *_notices(choices, source.tensors)):
+        yield Notice(stage=STAGE, text=text)
+    work = _plan(job, source, choices)
+    for text in work.notices:
         yield Notice(stage=STAGE, text=text)
     summary: dict[str, Any] = {}
-    if work.calibration and settings.budget:
-        budget = share_bits(work.calibration, choices, work.parts, job.recipe)
-        choices, summary["budget"] = budget.choices, budget.report
-        yield Notice(stage=STAGE, text=budget.text)
-    folding = Folding()
-    if work.calibration and CALIBRATED[settings.method].scaled:
-        folding = fold(work.calibration, choices, work.parts, config)
-        yield Notice(stage=STAGE, text=f"inputs of {len(folding.inputs)} linears are scaled")
     with artifact.writing(job.folder, job.origin, summary) as folder:
-        write_raw(folder, quantized_config(config, choices, settings))
-        copy_side_files(source, folder)
+        write_raw(folder, quantized_config(source.config, work.choices, settings))
+        copy_side_files(job.inputs["model"], folder)
         rows: list[Row] = []
         done = LayersDone(folder=work_folder(job.folder), origin=job.origin)
-        with Writer(folder, layout_specs(checkpoint, choices)) as writer:
-            coder = Coder(
-                checkpoint=checkpoint, writer=writer, method=settings.method, folding=folding
-            )
-            for made in _write_all(coder, choices, work, done):
+        with Writer(folder, layout_specs(source.tensors, work.choices)) as writer:
+            for made in _write_all(work.coder(source, writer, settings), work, done):
                 if isinstance(made, Notice):
                     yield made
                     continue
@@ -81,35 +72,74 @@ def quantize(job: Job) -> Iterator[Event]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Work:
-    """What is read for calibration: `parts` as `passes` gives them; nothing for other methods."""
+class Source:
+    """What is quantized: a folder's weights, or those with an adapter's update."""
 
+    tensors: Tensors
+    config: ModelConfig
+    notices: tuple[str, ...] = ()
+
+
+def open_source(job: Job) -> Source:
+    """The job's weights. Raises ModelError for codes, but under an adapter."""
+    if "adapter" in job.inputs:
+        merged = Merged(job)
+        return Source(tensors=merged, config=merged.config, notices=merged.notices)
+    folder = job.inputs["model"]
+    config = read_config(folder)
+    refuse_quantized(folder, config)
+    return Source(tensors=Checkpoint(folder), config=config)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Work:
+    """What is done to every tensor.
+
+    Calibrated methods have a `calibration`, and `parts` as `passes` gives them. `summary` is what
+    the manifest keeps of it; the seed is among the settings.
+    """
+
+    choices: dict[str, Choice]
     calibration: Calibration | None = None
     parts: tuple[dict[str, str], ...] = ()
+    folding: Folding = field(default_factory=Folding)
+    notices: tuple[str, ...] = ()
+    summary: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def notices(self) -> tuple[str, ...]:
-        """What was read."""
-        return self.calibration.notices if self.calibration else ()
-
-    @property
-    def summary(self) -> dict[str, Any]:
-        """What the manifest keeps; the seed is among the settings."""
-        if self.calibration is None:
-            return {}
-        return {
-            "calibration_rows": self.calibration.rows,
-            "calibration_tokens": self.calibration.tokens,
-        }
+    def coder(self, source: Source, writer: Writer, settings: Quantize) -> Coder:
+        """What writes the tensors."""
+        return Coder(
+            checkpoint=source.tensors, writer=writer, method=settings.method, folding=self.folding
+        )
 
 
-def _plan(
-    job: Job, checkpoint: Checkpoint, config: ModelConfig, choices: dict[str, Choice]
-) -> _Work:
-    if job.recipe.quantize.method not in CALIBRATED:
-        return _Work()
-    parts = tuple(passes(checkpoint, choices, config, memory.MOMENTS))
-    return _Work(calibration=calibrate(job) if parts else None, parts=parts)
+def _plan(job: Job, source: Source, choices: dict[str, Choice]) -> _Work:
+    """Read what the method needs, and settle the choices and scales that follow from it."""
+    settings = job.recipe.quantize
+    parts: tuple[dict[str, str], ...] = ()
+    if settings.method in CALIBRATED:
+        parts = tuple(passes(source.tensors, choices, source.config, memory.MOMENTS))
+    if not parts:
+        return _Work(choices=choices)
+    calibration = calibrate(job, source.tensors)
+    notices, summary, folding = [*calibration.notices], dict[str, Any](), Folding()
+    if settings.budget:
+        budget = share_bits(calibration, choices, parts, job.recipe)
+        choices, summary["budget"] = budget.choices, budget.report
+        notices.append(budget.text)
+    if CALIBRATED[settings.method].scaled:
+        folding = fold(calibration, choices, parts, source.config)
+        notices.append(f"inputs of {len(folding.inputs)} linears are scaled")
+    summary["calibration_rows"] = calibration.rows
+    summary["calibration_tokens"] = calibration.tokens
+    return _Work(
+        choices=choices,
+        calibration=calibration,
+        parts=parts,
+        folding=folding,
+        notices=tuple(notices),
+        summary=summary,
+    )
 
 
 def refuse_quantized(folder: Path, config: ModelConfig) -> None:
@@ -120,15 +150,13 @@ def refuse_quantized(folder: Path, config: ModelConfig) -> None:
         )
 
 
-def _write_all(
-    coder: Coder, choices: dict[str, Choice], work: "_Work", done: LayersDone
-) -> Iterator[Row | Notice]:
+def _write_all(coder: Coder, work: _Work, done: LayersDone) -> Iterator[Row | Notice]:
     """Every tensor; those without a Hessian first, the others layer by layer."""
     asked = {name for part in work.parts for name in part}
-    for name, choice in choices.items():
+    for name, choice in work.choices.items():
         if name not in asked:
             yield coder.write(name, choice, None)
-    found = [n for n, (row, _) in done.found.items() if row.bits == _bits(choices[n])]
+    found = [n for n, (row, _) in done.found.items() if row.bits == _bits(work.choices[n])]
     if found:
         yield Notice(stage=STAGE, text=f"{len(found)} tensors were finished before")
     for part in work.parts:
@@ -136,11 +164,11 @@ def _write_all(
         for name in [name for name in part if name not in left]:
             yield done.restore(name, coder)
         if left:
-            yield from _calibrated(coder, choices, left, work, done)
+            yield from _calibrated(coder, left, work, done)
 
 
 def _calibrated(
-    coder: Coder, choices: dict[str, Choice], part: dict[str, str], work: "_Work", done: LayersDone
+    coder: Coder, part: dict[str, str], work: _Work, done: LayersDone
 ) -> Iterator[Row | Notice]:
     """The tensors of a part; every finished layer is kept."""
     assert work.calibration is not None
@@ -152,7 +180,7 @@ def _calibrated(
         if names.layer(name) != layer:
             done.flush(layer)
             layer = names.layer(name)
-        row = coder.write(name, choices[name], hessian)
+        row = coder.write(name, work.choices[name], hessian)
         if hessian:
             done.add(row, {key: np.concatenate(rows) for key, rows in coder.parts.items()})
         yield row
@@ -168,7 +196,7 @@ def _unseen(modules: list[str], method: str) -> str:
     return f"{modules[0]}{more}: no inputs seen, rounded with {CALIBRATED[method].without}"
 
 
-def _notices(choices: dict[str, Choice], checkpoint: Checkpoint) -> Iterator[str]:
+def _notices(choices: dict[str, Choice], checkpoint: Tensors) -> Iterator[str]:
     """One line for each reason, with the tensors it holds for."""
     reasons: dict[str, list[str]] = {}
     for name, choice in choices.items():
