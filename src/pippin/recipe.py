@@ -23,8 +23,18 @@ QuantizerName: TypeAlias = Literal["awq", "best", "gptq", "hqq", "mse", "rtn"]
 Scheme: TypeAlias = Literal["symmetric", "affine"]
 Importance: TypeAlias = Literal["loss", "inputs"]
 TargetName: TypeAlias = Literal[
-    "coreai", "coreml", "executorch", "executorch-mlx", "gguf", "hf", "mlx"
+    "coreai",
+    "coreml",
+    "executorch",
+    "executorch-coreml",
+    "executorch-mlx",
+    "executorch-vulkan",
+    "gguf",
+    "hf",
+    "mlx",
 ]
+# Those whose files nothing on a desk runs: they are checked as they are made, and not evaluated.
+ELSEWHERE = ("executorch-vulkan",)
 
 # What bits are shared out under: at most one of these keys of [quantize].
 BUDGETS = ("target_bits", "max_size", "max_kl")

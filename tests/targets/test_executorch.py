@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from tests.targets.tiny_quantized import write_folder
+from tests.targets.tiny_quantized import CHANNEL, LINEAR, write_folder
 
 from pippin.engines import Sampling
 from pippin.errors import ModelError, PippinError
@@ -163,6 +163,15 @@ def test_other_families_end_to_end(quantized, tmp_path, kind):
     found = json.loads((tmp_path / "bundle" / "deploy.json").read_text())["check"]
     assert found["mean_kl"] < 1e-3
     assert found["median_difference"] < 1e-4
+
+
+@pytest.mark.slow
+def test_linears_of_four_and_eight_bits_in_one_model(quantized, tmp_path):
+    eight = ("down_proj", "o_proj", "embed_tokens")
+    deploy(quantized("llama", lambda m: CHANNEL if m.endswith(eight) else LINEAR), tmp_path / "b")
+    found = json.loads((tmp_path / "b" / "deploy.json").read_text())
+    assert found["stored"] == 15 * 2
+    assert found["check"]["mean_kl"] < 1e-3
 
 
 def test_dense_layers_run_in_float32(quantized, tmp_path):

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from pippin.recipe import Quantize
+from pippin.recipe import Data, Deploy, Model, Quantize, Recipe
+from pippin.stages.sharing import offered_grids
 from pippin.targets import load_target
 
 GOOD = Quantize(
@@ -70,6 +71,18 @@ def test_codes_that_do_not_fit_are_refused(checkpoint, changes, message):
     refusal = load_target("executorch").refusal(replace(GOOD, **changes), checkpoint())
     assert message in refusal[0]
     assert "quantize." in refusal[1]
+
+
+def test_a_budget_offers_both_widths_each_with_the_scales_it_needs(checkpoint):
+    asked = Recipe(
+        model=Model(source="-"),
+        data=Data(source="-"),
+        quantize=replace(GOOD, target_bits=5.0),
+        deploy=Deploy(targets=("executorch",), context=64),
+    )
+    folder = checkpoint()
+    assert load_target("executorch").refusal(asked.quantize, folder) is None
+    assert offered_grids(asked, folder) == [{"bits": 4}, {"bits": 8, "per_channel": True}]
 
 
 @pytest.mark.parametrize(

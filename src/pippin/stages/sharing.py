@@ -77,12 +77,13 @@ def share_bits(
             f"quantize.{settings.budget} needs an engine with gradients of inputs",
             'set model.engine = "torch"',
         )
-    widths, offers = holdable(recipe, calibration.checkpoint.folder), dict[str, list[Offer]]()
+    offered = offered_grids(recipe, calibration.checkpoint.folder)
+    offers: dict[str, list[Offer]] = {}
     for part in parts:
         for name, hessian in calibration.hessians(part):
             grid = choices[name].grid
             if names.layer(name) is not None and grid is not None and hessian is not None:
-                tried = [replace(grid, bits=bits) for bits in widths]
+                tried = [replace(grid, **changes) for changes in offered]
                 offers[name] = _offers(calibration, name, tried, hessian, recipe)
     scale = _Scale.of(calibration, choices, offers, recipe)
     shared = share_out(offers, scale.most_bits(settings), (settings.max_kl or 0.0) / _MEASURED)
@@ -90,6 +91,20 @@ def share_bits(
     _refuse_missed(settings, report)
     chosen = {name: _chosen(choices[name], offer) for name, offer in shared.offers.items()}
     return Budget(choices={**choices, **chosen}, report=report)
+
+
+def offered_grids(recipe: Recipe, model: Path) -> list[dict[str, Any]]:
+    """What differs between the grids a linear may get; a scale a channel where groups are refused.
+
+    Raises ModelError where no deployment holds any.
+    """
+    channels = replace(recipe, quantize=replace(recipe.quantize, group_size=0))
+    grouped = holdable(recipe, model)
+    others = [bits for bits in holdable(channels, model) if bits not in grouped]
+    return [
+        *({"bits": bits} for bits in grouped),
+        *({"bits": bits, "per_channel": True} for bits in others),
+    ]
 
 
 def holdable(recipe: Recipe, model: Path) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from pippin.events import Event
 from pippin.recipe import Quantize
 from pippin.targets import Bundle, Refusal
 from pippin.targets.families import refuse_family
+from pippin.targets.grids import refuse_grids
 from pippin.targets.quiet import quiet
 
 BITS = (4, 8)
@@ -26,7 +27,10 @@ class CoreMl:
 
     def refusal(self, quantize: Quantize, checkpoint: Path) -> Refusal | None:
         """The first reason against deploying such a model, as (message, hint); None for none."""
-        reasons = [*refuse_family("coreml", checkpoint, masked=True), *_refuse_quantize(quantize)]
+        reasons = [
+            *refuse_family("coreml", checkpoint, masked=True),
+            *refuse_grids("coreml", quantize, BITS),
+        ]
         return reasons[0] if reasons else None
 
     def write(self, bundle: Bundle) -> Iterator[Event]:
@@ -50,23 +54,3 @@ class CoreMl:
 def make_target() -> CoreMl:
     """The target's entry in the table."""
     return CoreMl()
-
-
-def _refuse_quantize(quantize: Quantize) -> Iterator[Refusal]:
-    parts = (
-        ("linears", "", quantize.bits, quantize.scheme),
-        ("embedding", "embed_", quantize.embed_bits, quantize.embed_scheme),
-    )
-    for what, prefix, bits, scheme in parts:
-        if bits == 16:
-            continue
-        if bits not in BITS:
-            yield (
-                f"coreml: {what} have codes of 4 or 8 bits, not {bits}",
-                f"set quantize.{prefix}bits = 4 or 8",
-            )
-        if scheme != "symmetric":
-            yield (
-                f"coreml: {what} have symmetric codes, the recipe asks for {scheme}",
-                f'set quantize.{prefix}scheme = "symmetric"',
-            )

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from pippin.errors import ModelError
 from pippin.targets.coreml import mil
-from pippin.targets.exporting import INPUTS
 from pippin.targets.stepping import SteppingModel
 
 _EXPANDED = "constexpr_blockwise_shift_scale"
@@ -36,6 +35,7 @@ class PackageModel(SteppingModel):
             file_weights_dir=model.weights_dir,
         )
         (self._function,) = program.functions.values()
+        self._inputs = [given.name for given in spec.description.input]
         self._constants = dict(self._read_constants())
         self._states = {
             state.name: np.zeros(state.type.stateType.arrayType.shape, np.float32)
@@ -48,10 +48,8 @@ class PackageModel(SteppingModel):
         if len(tokens) == self.context:
             self.last_logits(tokens[:-1], start)
             tokens, start = tokens[-1:], start + len(tokens) - 1
-        values: mil.Values = {
-            INPUTS[0]: np.array([tokens], np.int32),
-            INPUTS[1]: np.array([start], np.int32),
-        }
+        given = (np.array([tokens], np.int32), np.array([start], np.int32))
+        values: mil.Values = dict(zip(self._inputs, given, strict=True))
         for operation in self._function.operations:
             if operation.outputs[0].name not in self._constants:
                 values[operation.outputs[0].name] = self._compute(operation, values)

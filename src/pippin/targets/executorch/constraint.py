@@ -19,12 +19,9 @@ def refuse_quantize(quantize: Quantize, tied: bool) -> Iterator[Refusal]:
             f"executorch: XNNPACK holds symmetric codes, the recipe asks for {quantize.scheme}",
             'set quantize.scheme = "symmetric"',
         )
-    if quantize.budget is not None:
-        yield (
-            f"executorch: its linears all have the same bits, {quantize.budget} shares out 2 to 8",
-            f"leave quantize.{quantize.budget} out",
-        )
-    yield from _refuse_linears(quantize.bits, quantize.group_size)
+    # Under a budget every linear gets bits that are held; quantize asks for each.
+    if quantize.budget is None:
+        yield from _refuse_linears(quantize.bits, quantize.group_size)
     if quantize.embed_bits != 16:
         yield from _refuse_embedding(quantize, tied)
 

@@ -2,17 +2,19 @@
 
 What differs between such delegates is a Delegate; XNNPACK's own way is in writing.py.
 
-Shape letters: B batch (1), T tokens.
+Shape letters: B batch (1), T tokens, V vocab.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from executorch.exir import EdgeProgramManager
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from pippin.engines import Scorer
@@ -22,7 +24,6 @@ from pippin.model.tokenizer import load_tokenizer
 from pippin.targets import Bundle
 from pippin.targets.agreement import compare, load_parent, require
 from pippin.targets.bundle import (
-    check_prompts,
     copy_side_files,
     describe,
     finish,
@@ -38,7 +39,10 @@ from pippin.targets.executorch.writing import PROGRAM, runner_constants
 from pippin.targets.families import refuse_family
 from pippin.targets.folder import Folder
 from pippin.targets.guide import Guide
+from pippin.targets.native_log import without_harmless_lines
+from pippin.targets.prompts import FEWER, gate_prompts
 from pippin.targets.quiet import quiet
+from pippin.targets.stepping import SteppingModel
 
 CHECKED_TOKENS, GREEDY_TOKENS = 48, 8
 
@@ -49,7 +53,9 @@ class Delegate:
 
     The file's divergence from PyTorch may be `max_kl` nats a token, its likeliest token must be the
     same at `min_top1` of the positions. `why` says what keeps an operator outside the delegate;
-    `subgraphs` is how many pieces the program may be cut into.
+    `subgraphs` is how many pieces the program may be cut into; `full_calls` whether one call may
+    fill the whole context, which is another program for some; `masked` as refuse_family has it.
+    Without `open` nothing here runs the file, and the program that was handed over runs instead.
     """
 
     target: str
@@ -58,9 +64,11 @@ class Delegate:
     max_kl: float
     min_top1: float
     subgraphs: int
+    full_calls: bool
+    masked: bool
     read_weights: Callable[[Folder, int], Weights]
     lower: Callable[[torch.export.ExportedProgram, dict[str, Any]], EdgeProgramManager]
-    open: Callable[[Path, int], Scorer]
+    open: Callable[[Path, int], Scorer] | None
     why: Callable[[str], str]
     guide: Callable[[dict[str, Any]], Guide]
 
@@ -77,28 +85,50 @@ class _Float32(nn.Module):
         return self.decoder(tokens_BT, input_pos).float()
 
 
+class GraphModel(SteppingModel):
+    """The program as its delegate was given it, in PyTorch: what a file cannot show here."""
+
+    def __init__(self, program: torch.export.ExportedProgram, context: int) -> None:
+        super().__init__(context)
+        self._program = program.module()
+
+    def last_logits(self, tokens: Sequence[int], start: int) -> NDArray[np.float32]:
+        """Logits after the last of some tokens, (V,); see SteppingModel."""
+        self.require_room(start + len(tokens))
+        ids_BT = torch.tensor([[int(token) for token in tokens]])
+        with torch.no_grad(), without_harmless_lines():
+            return self._program(ids_BT, torch.tensor([start]))[0].numpy()
+
+
 def write(delegate: Delegate, bundle: Bundle) -> Iterator[Event]:
     """Fill `bundle.folder`, which exists; events carry stage `deploy`.
 
     Raises ModelError for a model that is not built, and PippinError where the delegate leaves much
     of it outside or the file computes something else than the quantized model does in PyTorch.
     """
-    for refusal in refuse_family(delegate.target, bundle.quantized):
+    for refusal in refuse_family(delegate.target, bundle.quantized, delegate.masked):
         raise ModelError(*refusal)
     context, tokenizer = require_context(bundle), load_tokenizer(bundle.quantized)
-    started = time.perf_counter()
-    weights = delegate.read_weights(Folder(bundle.quantized), context)
-    constants = runner_constants(tokenizer, weights)
-    delegation = _make(delegate, weights, constants, bundle.folder / PROGRAM)
-    del weights
+    started, path = time.perf_counter(), bundle.folder / PROGRAM
+    with quiet():
+        weights = delegate.read_weights(Folder(bundle.quantized), context)
+        edge = _lower(delegate, weights, runner_constants(tokenizer, weights))
+        graph = edge.exported_program().graph_module
+        delegation = read_delegation(graph, delegate.backend, delegate.why)
+        _require_whole(delegate, delegation)
+        with path.open("wb") as file:
+            lowering.serialize(edge).write_to_file(file)
+        del weights
+        model = _scorer(delegate, path, edge, context)
+        del edge
     copy_side_files(bundle)
     yield progress(1, started)
-    prompts, left_out = check_prompts(tokenizer, context)
+    prompts, left_out = gate_prompts(tokenizer, context, None if bundle.full_gate else FEWER)
+    if delegate.open is None:
+        left_out = [*left_out, "nothing here runs the file, held-out rows are not scored"]
     yield from (notice(delegate.target, text) for text in left_out)
-    short = [prompt[:CHECKED_TOKENS] for prompt in prompts]
-    with quiet():
-        model = delegate.open(bundle.folder / PROGRAM, context)
-        agreement = compare(model, load_parent(bundle.quantized), short, context, GREEDY_TOKENS)
+    short = [prompt[: None if bundle.full_gate else CHECKED_TOKENS] for prompt in prompts]
+    agreement = compare(model, load_parent(bundle.quantized), short, context, GREEDY_TOKENS)
     check = require(delegate.target, agreement, delegate.max_kl, delegate.min_top1)
     yield progress(2, started)
     said = {
@@ -112,24 +142,32 @@ def write(delegate: Delegate, bundle: Bundle) -> Iterator[Event]:
 
 
 def load(delegate: Delegate, folder: Path) -> Scorer:
-    """The bundle's .pte. Raises ModelError where a file is missing or not as it was written."""
+    """The bundle's .pte.
+
+    Raises ModelError where a file is missing or not as it was written, PippinError where nothing
+    here runs it.
+    """
     description = read_description(folder)
+    if delegate.open is None:
+        raise PippinError(
+            f"{folder / PROGRAM} runs on a device with {delegate.backend} only",
+            "the README beside it says how; here use the quantized model it was made from",
+        )
     with quiet():
         return delegate.open(folder / PROGRAM, description["context"])
 
 
-def _make(
-    delegate: Delegate, weights: Weights, constants: dict[str, Any], path: Path
-) -> Delegation:
-    with quiet():
-        program = lowering.export(_Float32(Decoder(weights, every=False)), weights.shape.context)
-        edge = delegate.lower(program, constants)
-        graph = edge.exported_program().graph_module
-        delegation = read_delegation(graph, delegate.backend, delegate.why)
-        _require_whole(delegate, delegation)
-        with path.open("wb") as file:
-            lowering.serialize(edge).write_to_file(file)
-    return delegation
+def _lower(delegate: Delegate, weights: Weights, constants: dict[str, Any]) -> EdgeProgramManager:
+    context = weights.shape.context
+    longest = context if delegate.full_calls else context - 1
+    program = lowering.export(_Float32(Decoder(weights, every=False)), longest)
+    return delegate.lower(program, constants)
+
+
+def _scorer(delegate: Delegate, path: Path, edge: EdgeProgramManager, context: int) -> Scorer:
+    if delegate.open is None:
+        return GraphModel(edge.exported_program(), context)
+    return delegate.open(path, context)
 
 
 def _require_whole(delegate: Delegate, delegation: Delegation) -> None:

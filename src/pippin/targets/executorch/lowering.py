@@ -131,6 +131,7 @@ def lower(
     constants: dict[str, Any],
     partitioner: Partitioner,
     passes: Sequence[Any] = (),
+    skip_dim_order: bool = True,
 ) -> EdgeProgramManager:
     """The program, delegated where `partitioner` says; `constants` become methods beside it."""
     with _tracing():
@@ -139,7 +140,9 @@ def lower(
             transform_passes=list(passes),
             partitioner=[partitioner],
             constant_methods=constants,
-            compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
+            compile_config=EdgeCompileConfig(
+                _check_ir_validity=False, _skip_dim_order=skip_dim_order
+            ),
         )
 
 

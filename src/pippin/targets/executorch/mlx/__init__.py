@@ -1,6 +1,5 @@
 """ExecuTorch with its MLX delegate: a .pte for the GPUs of Macs and iPhones.
 
-constraint.py   what the delegate can hold, asked before any work
 schema.py       the delegate's generated files, which Linux wheels lack
 parts.py        linears, norms and attention in operators that MLX has kernels for
 operators.py    the delegate's instructions in PyTorch
@@ -15,9 +14,11 @@ from pippin.engines import Scorer
 from pippin.events import Event
 from pippin.recipe import Quantize
 from pippin.targets import Bundle, Refusal
-from pippin.targets.executorch.mlx.constraint import refuse_quantize
 from pippin.targets.families import refuse_family
+from pippin.targets.grids import refuse_grids
 from pippin.targets.quiet import quiet
+
+BITS = (2, 4, 5, 6, 8)
 
 
 class ExecuTorchMlx:
@@ -25,7 +26,10 @@ class ExecuTorchMlx:
 
     def refusal(self, quantize: Quantize, checkpoint: Path) -> Refusal | None:
         """The first reason against deploying such a model, as (message, hint); None for none."""
-        reasons = [*refuse_family("executorch-mlx", checkpoint), *refuse_quantize(quantize)]
+        reasons = [
+            *refuse_family("executorch-mlx", checkpoint),
+            *refuse_grids("executorch-mlx", quantize, BITS),
+        ]
         return reasons[0] if reasons else None
 
     def write(self, bundle: Bundle) -> Iterator[Event]:

@@ -25,6 +25,8 @@ def delegate() -> Delegate:
         max_kl=1e-4,
         min_top1=0.98,
         subgraphs=1,
+        full_calls=True,
+        masked=False,
         read_weights=_read_weights,
         lower=_lower,
         open=_open,

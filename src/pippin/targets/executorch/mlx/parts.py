@@ -7,50 +7,16 @@ heads, C head channels, S slots of the cache.
 # The delegate's operators are defined here.
 import executorch.backends.mlx.custom_ops  # noqa: F401
 import torch
-import torchao.quantization.quant_primitives  # noqa: F401  defines torch.ops.torchao
 from torch import Tensor, nn
 
-from pippin.errors import ModelError
 from pippin.model.weights import Checkpoint
 from pippin.targets.decoder import Shape, Weights
-from pippin.targets.executorch.mlx.constraint import BITS
+from pippin.targets.executorch.affine import Matrix, require_grid
+from pippin.targets.executorch.mlx import BITS
 from pippin.targets.folder import Affine, Folder
 from pippin.targets.matrices import MatrixParts
 
 _NORM = "model.norm.weight"
-
-
-class Matrix(nn.Module):
-    """A symmetric matrix; the delegate packs its codes as MLX does."""
-
-    codes: Tensor
-    scales: Tensor
-    zeros: Tensor
-
-    def __init__(self, found: Affine):
-        super().__init__()
-        self.offset = 2 ** (found.bits - 1)
-        self.group_size = found.codes_OI.shape[1] // found.scales_OG.shape[1]
-        self.register_buffer("codes", torch.from_numpy(found.signed))
-        self.register_buffer("scales", torch.from_numpy(found.scales_OG))
-        self.register_buffer("zeros", torch.zeros(found.scales_OG.shape, dtype=torch.int8))
-
-    def forward(self) -> Tensor:
-        """The weight (O, I), in the dtype of the scales."""
-        return torch.ops.torchao.dequantize_affine(
-            self.codes,
-            [1, self.group_size],
-            self.scales,
-            self.zeros,
-            torch.int8,
-            -self.offset,
-            self.offset - 1,
-            output_dtype=self.scales.dtype,
-        )
-
-    def rows(self, tokens_BT: Tensor) -> Tensor:
-        """Some rows, (B, T, I)."""
-        return nn.functional.embedding(tokens_BT, self())
 
 
 class RMSNorm(nn.Module):
@@ -124,13 +90,7 @@ class MlxParts(MatrixParts):
 
     def quantized(self, name: str, found: Affine) -> nn.Module:
         """Raises ModelError for codes that the delegate does not hold."""
-        if not found.symmetric or found.bits not in BITS:
-            kind = "symmetric" if found.symmetric else "affine"
-            raise ModelError(
-                f"executorch-mlx: {name} has {kind} codes of {found.bits} bits, the delegate holds "
-                f"symmetric ones of {', '.join(map(str, BITS))}",
-                'quantize with scheme = "symmetric", or deploy to `mlx`, which holds all',
-            )
+        require_grid("executorch-mlx", name, found, BITS)
         return Matrix(found)
 
 

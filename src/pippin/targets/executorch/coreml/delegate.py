@@ -1,0 +1,93 @@
+"""Lowers the decoder for the Core ML delegate, and says how to run what comes out."""
+
+from typing import Any
+
+import coremltools
+import torch
+from executorch.backends.apple.coreml.compiler import CoreMLBackend
+from executorch.backends.apple.coreml.partition import CoreMLPartitioner
+from executorch.exir import EdgeProgramManager
+
+from pippin.targets.decoder import Weights
+from pippin.targets.executorch import lowering
+from pippin.targets.executorch.coreml.parts import CoreMlDelegateParts
+from pippin.targets.executorch.coreml.runtime import EmbeddedModel
+from pippin.targets.executorch.delegated import Delegate
+from pippin.targets.folder import Folder
+from pippin.targets.guide import Guide
+
+
+def delegate() -> Delegate:
+    """Core ML: the whole program in one piece, or an error."""
+    return Delegate(
+        target="executorch-coreml",
+        backend="coreml",
+        runtime="its Core ML program in numpy, rounded to float16: Core ML itself was not run",
+        # Activations are rounded to float16 after every operator.
+        max_kl=0.01,
+        min_top1=0.95,
+        subgraphs=1,
+        full_calls=False,
+        masked=True,
+        read_weights=_read_weights,
+        lower=_lower,
+        open=EmbeddedModel,
+        why=_why,
+        guide=_guide,
+    )
+
+
+def _read_weights(folder: Folder, context: int) -> Weights:
+    return Weights(CoreMlDelegateParts(), folder, context)
+
+
+def _lower(program: torch.export.ExportedProgram, constants: dict[str, Any]) -> EdgeProgramManager:
+    specs = CoreMLBackend.generate_compile_specs(
+        minimum_deployment_target=coremltools.target.iOS18,
+        compute_precision=coremltools.precision.FLOAT16,
+        compute_unit=coremltools.ComputeUnit.ALL,
+    )
+    # The delegate looks for the order of dimensions in its own operators.
+    partitioner = CoreMLPartitioner(compile_specs=specs)
+    return lowering.lower(program, constants, partitioner, skip_dim_order=False)
+
+
+def _why(operator: str) -> str:
+    return "coremltools converts no such operator"
+
+
+def _guide(description: dict[str, Any]) -> Guide:
+    check, version = description["check"], description["versions"]["executorch"]
+    return Guide(
+        title="A language model for ExecuTorch with Core ML",
+        about="`model.pte` gives its whole program to Core ML, which chooses between CPU, GPU and "
+        "Neural Engine on iOS 18, macOS 15 and newer. That program, read back and run operator by "
+        "operator in float16, differs from the quantized model by a KL divergence of "
+        f"{check['mean_kl']:.2g} nats a token, the likeliest token the same at "
+        f"{check['top1']:.1%} of positions. Core ML itself was not run: it needs a Mac or a phone.",
+        run=f"""
+## On a Mac
+
+```sh
+pip install executorch=={version}
+```
+
+```python
+import torch
+from executorch.runtime import Runtime
+
+forward = Runtime.get().load_program("model.pte").load_method("forward")
+ids, position = [1, 2, 3], 0
+for _ in range(16):
+    (logits,) = forward.execute((torch.tensor([ids]), torch.tensor([position])))
+    ids, position = [int(logits.argmax())], position + len(ids)
+    print(ids[0])
+```
+
+## In an app
+
+Build ExecuTorch {version} with `EXECUTORCH_BUILD_COREML` and
+`EXECUTORCH_BUILD_EXTENSION_LLM_RUNNER` on, and give `TextRunner` of `ExecuTorchLLM` the paths of
+`model.pte` and `tokenizer.json`.
+""",
+    )
