@@ -136,6 +136,9 @@ class Train:
     gradient_checkpointing: bool = key(
         False, "recompute activations: less memory, about 1.3x the time"
     )
+    recomputed_layers: float = key(
+        1.0, "share of the layers that gradient_checkpointing recomputes; the rest keep theirs"
+    )
     frozen_dtype: FrozenDType = key(
         "auto",
         "auto is model.dtype; float8 rounds frozen linears: faster on new CUDA cards, coarser",
@@ -146,14 +149,16 @@ class Train:
     valid_every: int = key(0, "updates between validation losses; 0 validates once, at the end")
     valid_rows: int = key(64, "validation rows that are scored")
     patience: int = key(0, "stop after this many validations without a better loss; 0 never")
-    recomputed_layers: float = key(
-        1.0, "share of the layers that gradient_checkpointing recomputes; the rest keep theirs"
-    )
     checkpoint_every: int = key(50, "updates between checkpoints; 0 writes one on Ctrl-C alone")
     keep_checkpoints: int = key(2, "checkpoints left on disk")
     spike: float = key(
         5.0, "stop when a loss exceeds the recent median by this factor and a nat; 0 never"
     )
+
+    @property
+    def recomputed(self) -> float:
+        """The share of the layers whose activations are computed again."""
+        return self.recomputed_layers if self.gradient_checkpointing else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,11 +170,6 @@ class Quantize:
         "how codes are chosen: nearest on a plain grid (rtn), on a searched one (mse) or with "
         "moved zero points (hqq), or so that the outputs on training rows are kept: by inputs "
         "scaled beforehand (awq), or errors made up for (gptq, best)",
-    @property
-    def recomputed(self) -> float:
-        """The share of the layers whose activations are computed again."""
-        return self.recomputed_layers if self.gradient_checkpointing else 0.0
-
     )
     bits: Literal[2, 3, 4, 5, 6, 8] = key(4, "bits of a linear's codes")
     group_size: Literal[0, 32, 64, 128] = key(64, "weights that share a scale; 0 is per channel")
@@ -266,6 +266,9 @@ class Deploy:
 
     targets: tuple[TargetName, ...] = key(("executorch",), "deployment formats; () stops before")
     context: int = key(512, "tokens the deployed model can hold")
+    full_gate: bool = key(
+        False, "compare each file with the quantized model on 32 prompts, not on the first few"
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

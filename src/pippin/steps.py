@@ -167,7 +167,7 @@ def _parent(run: Path, subject: str) -> dict[str, Path]:
     return {"parent": run / f"evaluate-{subject}", "tuned": run / "evaluate-adapter"}
 
 
-def _quantize(recipe: Recipe, run: Path, merged: Path) -> Step:
+def _quantize(recipe: Recipe, run: Path, inputs: dict[str, Path]) -> Step:
     """A calibrated method reads training rows with the model; the others read weights alone."""
     calibrated = recipe.quantize.method in CALIBRATED
     if calibrated:
