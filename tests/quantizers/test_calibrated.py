@@ -85,6 +85,25 @@ def test_gptq_equals_brute_force(grid: Grid) -> None:
 
 
 @grids_of_all_kinds
+def test_descent_equals_brute_force(grid: Grid) -> None:
+    weight, moment = _weight(), _moment()
+    start = plain_grids(in_groups(weight, grid), grid, BF16)
+    rounding = Rounding(weight, start, grid.bits, Hessian(moment))
+    rounding.gptq()
+    before = rounding.codes()
+    rounding.descend()
+    matrix, scales, biases = _damped(moment), *(_by_input(part) for part in start)
+    codes, choices = before.astype(np.float64), np.arange(2.0**grid.bits)
+    for i in np.argsort(-np.diag(matrix), kind="stable"):
+        pull = (codes * scales + biases - weight) @ matrix[:, i]
+        moves = (choices[:, None] - codes[:, i]) * scales[:, i]
+        codes[:, i] = np.argmin(2 * moves * pull + moves**2 * matrix[i, i], axis=0)
+    np.testing.assert_array_equal(rounding.codes(), codes)
+    gptq, descent = (part * scales + biases - weight for part in (before, codes))
+    assert ((descent @ matrix) * descent).sum() < ((gptq @ matrix) * gptq).sum()
+
+
+@grids_of_all_kinds
 def test_refit_equals_least_squares(grid: Grid) -> None:
     weight, moment = _weight(), _moment()
     hessian = Hessian(moment)

@@ -40,6 +40,11 @@ class Hessian:
         return np.argsort(-self.importance, kind="stable")
 
     @cached_property
+    def ordered(self) -> NDArray[np.float32]:
+        """(I, I) The matrix by inputs in `order`."""
+        return self.matrix_II[np.ix_(self.order, self.order)]
+
+    @cached_property
     def feedback(self) -> NDArray[np.float32]:
         """(I, I) Row i: how much of the errors of inputs before i (in `order`) input i takes up.
 
@@ -47,9 +52,7 @@ class Hessian:
         from the inverse of H (QuIP, https://arxiv.org/abs/2307.13304, theorem 6); this way around
         nothing is inverted.
         """
-        turned = self.order[::-1]
-        matrix_II = self.matrix_II[np.ix_(turned, turned)]
-        lower_II = _cholesky(matrix_II)
+        lower_II = _cholesky(self.ordered[::-1, ::-1])
         factor_II = lower_II[::-1, ::-1]
         feedback_II = (factor_II / factor_II.diagonal()).T
         return np.ascontiguousarray(feedback_II.astype(np.float32))
