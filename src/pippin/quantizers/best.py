@@ -18,7 +18,6 @@ from pippin.quantizers.refit import Terms, refit
 from pippin.quantizers.rounding import Rounding
 from pippin.quantizers.search import search_grids
 
-
 # Each takes a few hundredths off the output error, and as long as the rounding.
 DESCENTS = 2
 
