@@ -24,6 +24,10 @@ class PippinError(Exception):
         self.message = message
         self.hint = hint
 
+    def __reduce__(self) -> tuple[type, Refusal]:
+        """From process to process."""
+        return type(self), (self.message, self.hint)
+
 
 class UsageError(PippinError):
     """The command line or the recipe cannot be understood."""

@@ -52,6 +52,19 @@ class Audited:
     known_wrong: tuple[Trouble, ...]
     error: str = ""
 
+    @classmethod
+    def failed(cls, subject: str, program: str, error: str) -> "Audited":
+        """A program of which nothing is known but its end."""
+        return cls(
+            subject=subject,
+            program=program,
+            operators=0,
+            calls=0,
+            fails=(),
+            known_wrong=(),
+            error=error,
+        )
+
     @property
     def outcome(self) -> Outcome:
         """The worst that was met. An error is the program's own: the rules found nothing before."""

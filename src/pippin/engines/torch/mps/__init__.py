@@ -1,5 +1,7 @@
 """MPS's rules on any machine: a program runs on the CPU while every operator is judged as on MPS.
 
+On a Mac the GPU itself is asked (`observer.py`), unless another chip or PyTorch is wanted.
+
 with Simulator(make_rules()) as simulated:
     network.to("mps")(tokens.to("mps"))
 simulated.report.offences()

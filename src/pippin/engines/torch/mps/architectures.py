@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from pippin.check.audits import Ask, Audited
+from pippin.engines.torch.mps.apart import apart, chip_here, is_real
 from pippin.engines.torch.mps.inputs import FORWARD_ONLY, GENERATING, MAKERS
 from pippin.engines.torch.mps.rules import Rules, make_rules
 from pippin.engines.torch.mps.tags import tensors
@@ -61,9 +62,16 @@ def _entry(name: str, entry: dict[str, Any], shapes: dict[str, Any]) -> Architec
 
 def audit_all(ask: Ask) -> Iterator[Audited]:
     """Every program of every architecture."""
-    rules = make_rules(ask.version, ask.chip)
     for architecture in load_architectures():
-        yield from audit_one(architecture, rules, ask)
+        if is_real(ask):
+            yield from apart(architecture.name, "all programs", audit_apart, architecture, ask)
+        else:
+            yield from audit_one(architecture, make_rules(ask.version, ask.chip), ask)
+
+
+def audit_apart(architecture: Architecture, ask: Ask) -> list[Audited]:
+    """Every program of one architecture, in a process of its own."""
+    return list(audit_one(architecture, make_rules(chip=chip_here()), ask))
 
 
 def audit_one(architecture: Architecture, rules: Rules, ask: Ask) -> Iterator[Audited]:

@@ -18,6 +18,7 @@ from pippin.check.audits import Ask, Audited
 from pippin.data.batches import Batch
 from pippin.engines import Sampling
 from pippin.engines.torch.engine import TorchModel
+from pippin.engines.torch.mps.apart import apart, chip_here, is_real
 from pippin.engines.torch.mps.rules import make_rules
 from pippin.engines.torch.mps.watched import watch
 from pippin.errors import ModelError
@@ -30,9 +31,18 @@ PROMPTS = (5, 11)
 
 def audit_model(folder: Path, ask: Ask) -> Iterator[Audited]:
     """Every program of the model in `folder`, whose config.json alone is read."""
-    rules, config = make_rules(ask.version, ask.chip), _few_layers(folder)
-    for name, program in PROGRAMS.items():
-        yield watch(folder.resolve().name, name, rules, ask, lambda run=program: run(config, ask))
+    config = _few_layers(folder)
+    for name in PROGRAMS:
+        if is_real(ask):
+            yield from apart(folder.resolve().name, name, _program, folder, name, config, ask)
+        else:
+            yield from _program(folder, name, config, ask)
+
+
+def _program(folder: Path, name: str, config: Any, ask: Ask) -> list[Audited]:
+    rules = make_rules(ask.version, ask.chip or chip_here())
+    subject = folder.resolve().name
+    return [watch(subject, name, rules, ask, lambda: PROGRAMS[name](config, ask))]
 
 
 def _few_layers(folder: Path) -> Any:

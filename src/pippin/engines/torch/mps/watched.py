@@ -6,6 +6,8 @@ import torch
 
 from pippin.check.audits import Ask, Audited, Trouble
 from pippin.check.judge import REFUSALS
+from pippin.engines.torch.mps.apart import is_real
+from pippin.engines.torch.mps.observer import Observer
 from pippin.engines.torch.mps.rules import Rules
 from pippin.engines.torch.mps.simulator import Simulator
 from pippin.engines.torch.mps.verdicts import MpsOffence, Offence
@@ -13,9 +15,9 @@ from pippin.errors import PippinError
 
 
 def watch(subject: str, program: str, rules: Rules, ask: Ask, run: Callable[[], object]) -> Audited:
-    """Run it on the simulated device. Raises MpsOffence at an offence where `ask.strict`."""
-    simulated, error = Simulator(rules, strict=ask.strict), ""
-    with torch.random.fork_rng([]), simulated:
+    """Run it on the device, or a simulated one. Raises MpsOffence where `ask.strict`."""
+    device, error = (Observer if is_real(ask) else Simulator)(rules, strict=ask.strict), ""
+    with torch.random.fork_rng([]), device:
         torch.manual_seed(0)
         try:
             run()
@@ -23,7 +25,7 @@ def watch(subject: str, program: str, rules: Rules, ask: Ask, run: Callable[[], 
             raise
         except (*REFUSALS, PippinError) as fault:
             error = f"{type(fault).__name__}: {str(fault).strip().partition(chr(10))[0]}"
-    report = simulated.report
+    report = device.report
     return Audited(
         subject=subject,
         program=program,
