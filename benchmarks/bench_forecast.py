@@ -249,7 +249,7 @@ def recipe_of(asked: Run, folder: Path, device: str) -> Any:
     kind, dtype = (cast_any(value) for value in (device, asked.dtype))
     return recipe.Recipe(
         model=recipe.Model(source="model", device=kind, dtype=dtype),
-        data=recipe.Data(source="rows.jsonl", max_seq_len=asked.tokens // asked.split),
+        data=recipe.Data(source="rows", max_seq_len=asked.tokens // asked.split),
         train=recipe.Train(
             method=method,
             steps=2,
@@ -293,7 +293,7 @@ def train(recipe: Any, folder: Path) -> int:
 
 
 def make_inputs(asked: list[Run], folders: list[Path]) -> None:
-    """`model` and `rows.jsonl` of every run, in one process: what that takes is not measured."""
+    """`model` and `rows` of every run, in one process: what that takes is not measured."""
     code = "import sys, json; sys.path[:0] = [sys.argv[1]]; import bench_forecast as b; "
     code += "from pathlib import Path; "
     code += "[b.write_inputs(b.Run(**run), Path(at)) for run, at in json.loads(sys.argv[2])]"
@@ -308,11 +308,12 @@ def write_inputs(asked: Run, folder: Path) -> None:
     folder.mkdir(parents=True)
     rng, length = random.Random(0), asked.tokens // asked.split
     letters = string.ascii_letters
-    texts = [
-        "".join(rng.choices(letters, k=length - 1)) for _ in range(4 * asked.rows * asked.split)
-    ]
-    rows = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-    (folder / "rows.jsonl").write_text(rows)
+    (folder / "rows").mkdir()
+    for part, updates in {"train": 2, "valid": 1, "test": 1}.items():
+        count = updates * asked.rows * asked.split
+        texts = ["".join(rng.choices(letters, k=length - 1)) for _ in range(count)]
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        (folder / "rows" / f"{part}.jsonl").write_text(lines)
     dense = folder / ("dense" if asked.method == "qlora" else "model")
     write_model(asked, dense)
     if asked.method == "qlora":
@@ -353,7 +354,7 @@ def quantize(dense: Path, folder: Path) -> None:
     from pippin.job import Job
     from pippin.stages.quantize import quantize as stage
 
-    asked = recipe.Recipe(model=recipe.Model(source="dense"), data=recipe.Data(source="rows.jsonl"))
+    asked = recipe.Recipe(model=recipe.Model(source="dense"), data=recipe.Data(source="rows"))
     origin = Origin(stage="quantize", inputs={}, settings={}, versions={})
     job = Job(
         stage="quantize",

@@ -22,7 +22,7 @@ FRAMEWORK = 400_000_000
 # Besides the tensors of training, by device: (a share of the small ones that layers keep, bytes):
 # holes that an allocator cannot use again, and what libraries hold. benchmarks/bench_forecast.py
 # --fit measures both.
-SLACK = {"cpu": (0.35, 490_000_000), "cuda": (0.0, 70_000_000), "mps": (0.0, 0)}
+SLACK = {"cpu": (0.38, 495_000_000), "cuda": (0.0, 70_000_000), "mps": (0.0, 0)}
 # What the evaluation before it leaves resident when one process does the whole run; read off runs
 # of the SQL recipe, where training alone peaks that much lower.
 LEFT_BEHIND = 450_000_000
