@@ -105,7 +105,7 @@ def test_codes_that_do_not_fit_are_refused_before_any_work(source):
     for change, words in (
         ({"scheme": "affine"}, "linears have symmetric codes"),
         ({"embed_scheme": "affine"}, "embedding have symmetric codes"),
-        ({"bits": 3}, "2, 4, 5, 6, 8 bits, not 3"),
+        ({"bits": 3}, "2, 4, 5, 6 or 8 bits, not 3"),
     ):
         assert words in target.refusal(replace(good, **change), source)[0]
 
