@@ -179,6 +179,11 @@ class Quantize:
     embed_scheme: Scheme = key("affine", "scheme of embedding and head")
     keep: tuple[str, ...] = key((), "`*` patterns of tensors left in their own dtype")
     calibration_tokens: int = key(8192, "tokens of training rows that awq, gptq and best read")
+    recover_tokens: int = key(
+        0,
+        "further tokens of training rows on which the scales and zero points of calibrated methods "
+        "are tuned by gradients until the predictions are the model's before; 0 leaves them",
+    )
     importance: Importance = key(
         "loss",
         "what counts for best: a token's part in the predictions, found by a backward pass, or all "

@@ -174,7 +174,7 @@ def _quantize(recipe: Recipe, run: Path, inputs: dict[str, Path]) -> Step:
         slice_ = {"seed": recipe.seed, **settings(recipe, "model", "data", "quantize")}
     else:
         slice_ = settings(recipe, "quantize")
-        for key in ("calibration_tokens", "importance", *BUDGETS):
+        for key in ("calibration_tokens", "recover_tokens", "importance", *BUDGETS):
             del slice_[f"quantize.{key}"]
     return Step(
         name="quantize",
@@ -203,7 +203,12 @@ def _deploy(recipe: Recipe, run: Path, target: str) -> Iterator[Step]:
         title=f"deploy to {target}",
         folder=folder,
         inputs={"model": run / "quantize"},
-        settings={"target": target, "deploy.context": recipe.deploy.context, **rendering},
+        settings={
+            "target": target,
+            "deploy.context": recipe.deploy.context,
+            "deploy.full_gate": recipe.deploy.full_gate,
+            **rendering,
+        },
         subject=target,
     )
     if target not in ELSEWHERE:

@@ -17,13 +17,15 @@ def deploy(job: Job) -> Iterator[Event]:
     Raises PippinError where the target cannot hold such a model, or its packages are missing.
     """
     yield Started(stage=job.stage, title=f"deploy to {job.subject}")
-    target, model = open_target(job.subject), job.inputs["model"]
+    target, model, asked = open_target(job.subject), job.inputs["model"], job.recipe.deploy
     refusal = target.refusal(job.recipe.quantize, model)
     if refusal is not None:
         raise PippinError(*refusal)
     scores: dict[str, Any] = {}
     with artifact.writing(job.folder, job.origin, scores) as folder:
-        bundle = Bundle(quantized=model, folder=folder, context=job.recipe.deploy.context)
+        bundle = Bundle(
+            quantized=model, folder=folder, context=asked.context, full_gate=asked.full_gate
+        )
         with needs_of(job.subject):
             yield from target.write(bundle)
         scores["size_bytes"] = artifact.size(folder)

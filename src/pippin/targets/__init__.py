@@ -54,11 +54,15 @@ SHORTEST = 8  # tokens that a deployed model must hold
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bundle:
-    """One deployment to make: from the quantized folder into `folder`, which exists."""
+    """One deployment to make: from the quantized folder into `folder`, which exists.
+
+    `full_gate` compares the file on every prompt of targets/prompts.jsonl, not on a few.
+    """
 
     quantized: Path
     folder: Path
     context: int
+    full_gate: bool = False
 
 
 class Target(Protocol):

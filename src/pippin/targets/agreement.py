@@ -3,6 +3,7 @@
 Shape letters: B batch (1), T tokens, K kept tokens of a distribution.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,8 +26,9 @@ class Agreement:
     """Means over all tokens of all prompts.
 
     KL in nats a token, over the parent's likeliest tokens and the rest; `max_difference` is that of
-    their log-probabilities. `greedy_equal` counts the file's greedy tokens up to the first that the
-    parent would not have chosen.
+    their log-probabilities. `greedy_equal` counts the parent's greedy tokens up to the first that
+    the file would not have chosen. Speeds are tokens a second, the parent's those of PyTorch in
+    float32 on the same prompts; None where nothing was decoded.
     """
 
     prompts: int
@@ -36,6 +38,32 @@ class Agreement:
     max_difference: float
     greedy_equal: int
     greedy_tokens: int
+    prefill_speed: float | None
+    decode_speed: float | None
+    parent_prefill_speed: float | None
+    parent_decode_speed: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Answer:
+    """Greedy tokens, and the seconds until the first and from then on."""
+
+    prompt: int
+    ids: list[int]
+    first: float
+    rest: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Row:
+    """One prompt; `own` is the file's answer where it was decoded token by token."""
+
+    kl_T: NDArray[np.float64]
+    equal_T: NDArray[np.bool_]
+    difference: float
+    greedy_equal: int
+    parent: _Answer
+    own: _Answer | None
 
 
 def load_parent(quantized: Path) -> Scorer:
@@ -50,19 +78,33 @@ def compare(
     prompts: Sequence[Sequence[int]],
     context: int,
     greedy: int = GREEDY_TOKENS,
+    stepped: int | None = None,
 ) -> Agreement:
-    """Score every prompt and its greedy answer, `context` tokens at most, in both."""
-    answers = [min(greedy, context - len(prompt)) for prompt in prompts]
-    rows = [_row(found, parent, list(p), n) for p, n in zip(prompts, answers, strict=True)]
-    kl_T = np.concatenate([row[0] for row in rows])
+    """Score every prompt and the parent's greedy answer, `context` tokens at most, in both.
+
+    The first `stepped` prompts, all for None, are answered by the file token by token as well; of
+    the others one pass tells which tokens it would have chosen.
+    """
+    room = [min(greedy, context - len(prompt)) for prompt in prompts]
+    alone = len(prompts) if stepped is None else stepped
+    rows = [
+        _row(found, parent, list(prompt), count, steps=i < alone)
+        for i, (prompt, count) in enumerate(zip(prompts, room, strict=True))
+    ]
+    kl_T = np.concatenate([row.kl_T for row in rows])
+    own, theirs = [row.own for row in rows if row.own], [row.parent for row in rows]
     return Agreement(
         prompts=len(rows),
         tokens=len(kl_T),
         mean_kl=float(kl_T.mean()),
-        top1=float(np.concatenate([row[1] for row in rows]).mean()),
-        max_difference=max(row[2] for row in rows),
-        greedy_equal=sum(row[3] for row in rows),
-        greedy_tokens=sum(row[4] for row in rows),
+        top1=float(np.concatenate([row.equal_T for row in rows]).mean()),
+        max_difference=max(row.difference for row in rows),
+        greedy_equal=sum(row.greedy_equal for row in rows),
+        greedy_tokens=sum(len(answer.ids) for answer in theirs),
+        prefill_speed=_prefill_speed(own),
+        decode_speed=_decode_speed(own),
+        parent_prefill_speed=_prefill_speed(theirs),
+        parent_decode_speed=_decode_speed(theirs),
     )
 
 
@@ -71,7 +113,8 @@ def require(target: str, agreement: Agreement, max_kl: float, min_top1: float) -
     figures = asdict(agreement)
     # Written so that a figure that is not a number fails.
     if not (agreement.mean_kl <= max_kl and agreement.top1 >= min_top1):
-        measured = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
+        known = {name: value for name, value in figures.items() if value is not None}
+        measured = ", ".join(f"{name} {value:.4g}" for name, value in known.items())
         raise PippinError(
             f"{target}: the file does not compute what the quantized model does: {measured}",
             f"mean_kl may be {max_kl:g}, top1 no less than {min_top1:g}; use the versions of the "
@@ -80,18 +123,46 @@ def require(target: str, agreement: Agreement, max_kl: float, min_top1: float) -
     return figures
 
 
-def _row(found: Scorer, parent: Scorer, prompt: list[int], greedy: int) -> tuple[Any, ...]:
-    steps = found.generate([np.array(prompt, np.int32)], Sampling(max_tokens=greedy))
-    answer = [int(step[0]) for step in steps if step[0] is not None]
-    row_BT = np.array([prompt + answer], np.int32)
+def _row(found: Scorer, parent: Scorer, prompt: list[int], greedy: int, steps: bool) -> _Row:
+    answer = _answer(parent, prompt, greedy)
+    own = _answer(found, prompt, greedy) if steps else None
+    row_BT = np.array([prompt + answer.ids], np.int32)
     wanted = parent.topk(row_BT, _KEPT)
     given = found.topk(row_BT, 1, wanted.ids_BTK)
     p_TK, q_TK = wanted.logprobs_BTK[0], given.logprobs_BTK[0, :, 1:]
-    equal_T = wanted.ids_BTK[0, :, 0] == given.ids_BTK[0, :, 0]
-    chosen = wanted.ids_BTK[0, len(prompt) - 1 : -1, 0]
-    differ = (i for i, token in enumerate(answer) if token != chosen[i])
-    difference = float(np.abs(p_TK - q_TK).max())
-    return _kl(p_TK, q_TK), equal_T, difference, next(differ, len(answer)), len(answer)
+    ids_T = given.ids_BTK[0, :, 0]
+    chosen = own.ids if own else ids_T[len(prompt) - 1 :].tolist()
+    differ = (i for i, token in enumerate(answer.ids) if token != chosen[i])
+    return _Row(
+        kl_T=_kl(p_TK, q_TK),
+        equal_T=wanted.ids_BTK[0, :, 0] == ids_T,
+        difference=float(np.abs(p_TK - q_TK).max()),
+        greedy_equal=next(differ, len(answer.ids)),
+        parent=answer,
+        own=own,
+    )
+
+
+def _answer(scorer: Scorer, prompt: list[int], count: int) -> _Answer:
+    started = time.perf_counter()
+    ids, times = [], [started]
+    for (token,) in scorer.generate([np.array(prompt, np.int32)], Sampling(max_tokens=count)):
+        if token is not None:
+            ids.append(int(token))
+            times.append(time.perf_counter())
+    first = times[1] if ids else started
+    return _Answer(prompt=len(prompt), ids=ids, first=first - started, rest=times[-1] - first)
+
+
+def _prefill_speed(answers: Sequence[_Answer]) -> float | None:
+    seconds = sum(answer.first for answer in answers)
+    return sum(answer.prompt for answer in answers) / seconds if seconds else None
+
+
+def _decode_speed(answers: Sequence[_Answer]) -> float | None:
+    seconds = sum(answer.rest for answer in answers)
+    tokens = sum(max(0, len(answer.ids) - 1) for answer in answers)
+    return tokens / seconds if seconds and tokens else None
 
 
 def _kl(p_TK: NDArray[np.float32], q_TK: NDArray[np.float32]) -> NDArray[np.float64]:

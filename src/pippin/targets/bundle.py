@@ -42,19 +42,6 @@ def copy_side_files(bundle: Bundle) -> None:
     shutil.copyfile(bundle.quantized / CONFIG, bundle.folder / CONFIG)
 
 
-def check_prompts(tokenizer: Tokenizer, context: int) -> tuple[list[list[int]], list[str]]:
-    """Prompts of several lengths that fit, and what could not be among them."""
-    text = tokenizer.encode(_TEXT)
-    prompts = [text[:1], text[:5], text[: min(len(text), context - 1)]]
-    if not tokenizer.has_template:
-        return prompts, ["the model has no chat template; the check is of plain text alone"]
-    messages = [{"role": "user", "content": "What is gravity? Answer in two sentences."}]
-    chat = tokenizer.render(messages, generation_prompt=True)
-    if len(chat) >= context:
-        return prompts, [f"a chat prompt of {len(chat)} tokens does not fit: not checked"]
-    return [*prompts, chat], []
-
-
 def corpus(tokenizer: Tokenizer) -> list[str]:
     """Texts on which tokenizers part: special tokens, numbers, spaces, other scripts, a chat."""
     plain = [

@@ -8,13 +8,10 @@ from pippin.errors import ModelError
 from pippin.events import Event
 from pippin.model.tokenizer import load_tokenizer
 from pippin.targets import Bundle
-from pippin.targets.agreement import compare, load_parent, require
 from pippin.targets.bundle import (
-    check_prompts,
     copy_side_files,
     describe,
     finish,
-    notice,
     progress,
     read_description,
     require_context,
@@ -26,12 +23,12 @@ from pippin.targets.coreai.runtime import AimodelModel
 from pippin.targets.decoder import Weights
 from pippin.targets.families import refuse_family
 from pippin.targets.folder import Folder
+from pippin.targets.gate import Limits, gate
 
 FILE = "model.aimodel"
 RUNTIME = "a program of Core AI's own runtime, in float32 on the CPU"
-# The same codes and float32 on both sides.
-MAX_KL, MIN_TOP1 = 1e-4, 0.98
-GREEDY_TOKENS = 4
+# The same codes and float32 on both sides. A call expands every weight here, whatever its length.
+LIMITS = Limits(target="coreai", max_kl=1e-4, min_top1=0.98, stepped=1, greedy=4)
 
 
 def write(bundle: Bundle) -> Iterator[Event]:
@@ -47,17 +44,12 @@ def write(bundle: Bundle) -> Iterator[Event]:
     save(Weights(CoreAiParts(), Folder(bundle.quantized), context), bundle.folder / FILE)
     copy_side_files(bundle)
     yield progress(1, started)
-    prompts, left_out = check_prompts(tokenizer, context)
-    yield from (notice("coreai", text) for text in left_out)
-    model = AimodelModel(bundle.folder / FILE, context)
-    yield progress(2, started)
-    # A step expands every weight here: the longest prompts, and few steps.
-    parent = load_parent(bundle.quantized)
-    agreement = compare(model, parent, prompts[-2:], context, GREEDY_TOKENS)
-    check = require("coreai", agreement, MAX_KL, MIN_TOP1)
+    check = yield from gate(
+        bundle, tokenizer, LIMITS, lambda: AimodelModel(bundle.folder / FILE, context)
+    )
     description = describe(bundle, "coreai", tokenizer, {FILE: "weights and program"})
     finish(bundle, description | {"runtime": RUNTIME, "check": check}, guide)
-    yield progress(3, started)
+    yield progress(2, started)
 
 
 def load(folder: Path) -> AimodelModel:

@@ -14,13 +14,10 @@ from pippin.events import Event
 from pippin.model.quantized import DenseView
 from pippin.model.tokenizer import load_tokenizer
 from pippin.targets import Bundle
-from pippin.targets.agreement import compare, load_parent, require
 from pippin.targets.bundle import (
-    check_prompts,
     copy_side_files,
     describe,
     finish,
-    notice,
     progress,
     read_description,
     require_context,
@@ -32,12 +29,15 @@ from pippin.targets.coreml.runtime import PackageModel
 from pippin.targets.decoder import Weights
 from pippin.targets.families import refuse_family
 from pippin.targets.folder import Folder
+from pippin.targets.gate import Limits, gate
 
 FILE = "model.mlpackage"
 RUNTIME = "its own program in numpy, rounded to float16: Core ML itself was not run"
-# Activations are rounded to float16 after every operator.
-MAX_KL, MIN_TOP1 = 0.01, 0.95
-CHECKED_TOKENS, GREEDY_TOKENS = 24, 4
+# Activations are rounded to float16 after every operator. Numpy takes its time: few prompts, their
+# beginnings.
+LIMITS = Limits(
+    target="coreml", max_kl=0.01, min_top1=0.95, prompts=3, tokens=24, stepped=1, greedy=4
+)
 
 
 def write(bundle: Bundle) -> Iterator[Event]:
@@ -55,12 +55,7 @@ def write(bundle: Bundle) -> Iterator[Event]:
     yield progress(1, started)
     model = PackageModel(bundle.folder / FILE, context)
     stored = _require_stored(model, folder, DenseView(bundle.quantized))
-    prompts, left_out = check_prompts(tokenizer, context)
-    yield from (notice("coreml", text) for text in left_out)
-    # Numpy takes its time: the beginnings of the longest prompts, and few steps.
-    short = [prompt[:CHECKED_TOKENS] for prompt in prompts[-2:]]
-    agreement = compare(model, load_parent(bundle.quantized), short, context, GREEDY_TOKENS)
-    check = require("coreml", agreement, MAX_KL, MIN_TOP1)
+    check = yield from gate(bundle, tokenizer, LIMITS, lambda: model)
     description = describe(bundle, "coreml", tokenizer, {FILE: "weights and program"})
     finish(bundle, description | {"runtime": RUNTIME, "check": check, "stored": stored}, guide)
     yield progress(2, started)

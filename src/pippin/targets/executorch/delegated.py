@@ -5,6 +5,7 @@ What differs between such delegates is a Delegate; XNNPACK's own way is in writi
 Shape letters: B batch (1), T tokens, V vocab.
 """
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -22,7 +23,6 @@ from pippin.errors import ModelError, PippinError
 from pippin.events import Event
 from pippin.model.tokenizer import load_tokenizer
 from pippin.targets import Bundle
-from pippin.targets.agreement import compare, load_parent, require
 from pippin.targets.bundle import (
     copy_side_files,
     describe,
@@ -38,31 +38,26 @@ from pippin.targets.executorch.delegation import Delegation, read_delegation
 from pippin.targets.executorch.writing import PROGRAM, runner_constants
 from pippin.targets.families import refuse_family
 from pippin.targets.folder import Folder
+from pippin.targets.gate import Limits, gate
 from pippin.targets.guide import Guide
 from pippin.targets.native_log import without_harmless_lines
-from pippin.targets.prompts import FEWER, gate_prompts
 from pippin.targets.quiet import quiet
 from pippin.targets.stepping import SteppingModel
-
-CHECKED_TOKENS, GREEDY_TOKENS = 48, 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Delegate:
     """One delegate. `runtime` says what `open` runs the file in, for deploy.json.
 
-    The file's divergence from PyTorch may be `max_kl` nats a token, its likeliest token must be the
-    same at `min_top1` of the positions. `why` says what keeps an operator outside the delegate;
+    `limits` are those of the target's gate; `why` says what keeps an operator outside the delegate;
     `subgraphs` is how many pieces the program may be cut into; `full_calls` whether one call may
     fill the whole context, which is another program for some; `masked` as refuse_family has it.
     Without `open` nothing here runs the file, and the program that was handed over runs instead.
     """
 
-    target: str
+    limits: Limits
     backend: str
     runtime: str
-    max_kl: float
-    min_top1: float
     subgraphs: int
     full_calls: bool
     masked: bool
@@ -71,6 +66,11 @@ class Delegate:
     open: Callable[[Path, int], Scorer] | None
     why: Callable[[str], str]
     guide: Callable[[dict[str, Any]], Guide]
+
+    @property
+    def target(self) -> str:
+        """Its name in the table of targets."""
+        return self.limits.target
 
 
 class _Float32(nn.Module):
@@ -113,23 +113,19 @@ def write(delegate: Delegate, bundle: Bundle) -> Iterator[Event]:
     with quiet():
         weights = delegate.read_weights(Folder(bundle.quantized), context)
         edge = _lower(delegate, weights, runner_constants(tokenizer, weights))
+        del weights
         graph = edge.exported_program().graph_module
         delegation = read_delegation(graph, delegate.backend, delegate.why)
         _require_whole(delegate, delegation)
         with path.open("wb") as file:
             lowering.serialize(edge).write_to_file(file)
-        del weights
-        model = _scorer(delegate, path, edge, context)
-        del edge
+    load_file = _opener(delegate, path, edge, context)
+    del edge
     copy_side_files(bundle)
     yield progress(1, started)
-    prompts, left_out = gate_prompts(tokenizer, context, None if bundle.full_gate else FEWER)
     if delegate.open is None:
-        left_out = [*left_out, "nothing here runs the file, held-out rows are not scored"]
-    yield from (notice(delegate.target, text) for text in left_out)
-    short = [prompt[: None if bundle.full_gate else CHECKED_TOKENS] for prompt in prompts]
-    agreement = compare(model, load_parent(bundle.quantized), short, context, GREEDY_TOKENS)
-    check = require(delegate.target, agreement, delegate.max_kl, delegate.min_top1)
+        yield notice(delegate.target, "nothing here runs the file, held-out rows are not scored")
+    check = yield from gate(bundle, tokenizer, delegate.limits, load_file)
     yield progress(2, started)
     said = {
         "runtime": delegate.runtime,
@@ -164,10 +160,12 @@ def _lower(delegate: Delegate, weights: Weights, constants: dict[str, Any]) -> E
     return delegate.lower(program, constants)
 
 
-def _scorer(delegate: Delegate, path: Path, edge: EdgeProgramManager, context: int) -> Scorer:
+def _opener(
+    delegate: Delegate, path: Path, edge: EdgeProgramManager, context: int
+) -> Callable[[], Scorer]:
     if delegate.open is None:
-        return GraphModel(edge.exported_program(), context)
-    return delegate.open(path, context)
+        return functools.partial(GraphModel, edge.exported_program(), context)
+    return functools.partial(delegate.open, path, context)
 
 
 def _require_whole(delegate: Delegate, delegation: Delegation) -> None:

@@ -11,7 +11,6 @@ from pippin.events import Event, Metric
 from pippin.model.tokenizer import Tokenizer, load_tokenizer
 from pippin.targets import Bundle
 from pippin.targets.bundle import (
-    check_prompts,
     copy_side_files,
     describe,
     finish,
@@ -30,6 +29,7 @@ from pippin.targets.executorch.sharing import share_segments
 from pippin.targets.executorch.stored import require_stored
 from pippin.targets.families import refuse_family
 from pippin.targets.folder import Folder
+from pippin.targets.prompts import FEWER, gate_prompts
 
 PROGRAM, BACKEND = "model.pte", "xnnpack"
 RUNTIME = "a program of ExecuTorch's own runtime"
@@ -70,7 +70,7 @@ def write(bundle: Bundle) -> Iterator[Event]:
     copy_side_files(bundle)
     yield progress(3, started)
     stored = require_stored(bundle.folder / PROGRAM, weights)
-    prompts, left_out = check_prompts(tokenizer, context)
+    prompts, left_out = gate_prompts(tokenizer, context, None if bundle.full_gate else FEWER)
     yield from (notice("executorch", text) for text in left_out)
     model = PteModel(bundle.folder / PROGRAM, context)
     figures = check.check(model, weights, prompts)

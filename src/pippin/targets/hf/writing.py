@@ -20,9 +20,7 @@ from pippin.model.tokenizer import load_tokenizer
 from pippin.model.weights import Spec, Writer
 from pippin.quantizers import Grid
 from pippin.targets import Bundle
-from pippin.targets.agreement import compare, load_parent, require
 from pippin.targets.bundle import (
-    check_prompts,
     copy_side_files,
     describe,
     finish,
@@ -30,13 +28,14 @@ from pippin.targets.bundle import (
     require_context,
 )
 from pippin.targets.folder import Folder
+from pippin.targets.gate import Limits, gate
 from pippin.targets.hf import PACKED_BITS
 from pippin.targets.hf.guide import guide
 from pippin.targets.hf.loading import open_folder
 
 RUNTIME = "a model of transformers, in float32"
 # What was expanded is rounded to the model's own dtype once more.
-MAX_KL, MIN_TOP1 = 0.02, 0.95
+LIMITS = Limits(target="hf", max_kl=0.02, min_top1=0.95)
 
 
 def write(bundle: Bundle) -> Iterator[Event]:
@@ -44,7 +43,8 @@ def write(bundle: Bundle) -> Iterator[Event]:
 
     Raises PippinError where transformers computes something else from it than the quantized model.
     """
-    context, tokenizer = require_context(bundle), load_tokenizer(bundle.quantized)
+    require_context(bundle)
+    tokenizer = load_tokenizer(bundle.quantized)
     view = DenseView(bundle.quantized)
     packed = _packed(view, Folder(bundle.quantized))
     copy_side_files(bundle)
@@ -54,10 +54,7 @@ def write(bundle: Bundle) -> Iterator[Event]:
     expanded = _write_weights(bundle.folder, view, packed)
     if expanded:
         yield notice("hf", f"{expanded} quantized tensors are stored dense, in the model's dtype")
-    prompts, left_out = check_prompts(tokenizer, context)
-    yield from (notice("hf", text) for text in left_out)
-    agreement = compare(open_folder(bundle.folder), load_parent(bundle.quantized), prompts, context)
-    check = require("hf", agreement, MAX_KL, MIN_TOP1)
+    check = yield from gate(bundle, tokenizer, LIMITS, lambda: open_folder(bundle.folder))
     files = {path.name: "weights" for path in sorted(bundle.folder.glob("model*.safetensors"))}
     description = describe(bundle, "hf", tokenizer, files)
     counts = {"packed": len(packed), "expanded": expanded}

@@ -9,20 +9,18 @@ from pippin.model.config import read_raw, with_rope_keys, write_raw
 from pippin.model.source import link_or_copy
 from pippin.model.tokenizer import load_tokenizer
 from pippin.targets import Bundle
-from pippin.targets.agreement import compare, load_parent, require
 from pippin.targets.bundle import (
-    check_prompts,
     copy_side_files,
     describe,
     finish,
-    notice,
     read_description,
     require_context,
 )
+from pippin.targets.gate import Limits, gate
 from pippin.targets.mlx.guide import guide
 
 # Both compute in float32 from the same codes.
-MAX_KL, MIN_TOP1 = 1e-4, 0.98
+LIMITS = Limits(target="mlx", max_kl=1e-4, min_top1=0.98)
 RUNTIME = "a model of mlx-lm in float32, on a CPU with its codes made dense by MLX"
 
 
@@ -32,17 +30,15 @@ def write(bundle: Bundle) -> Iterator[Event]:
     Raises ModelError for a folder that mlx-lm does not load, and PippinError where it computes
     something else than the quantized model does in PyTorch.
     """
-    context, tokenizer = require_context(bundle), load_tokenizer(bundle.quantized)
+    require_context(bundle)
+    tokenizer = load_tokenizer(bundle.quantized)
     copy_side_files(bundle)
     write_raw(bundle.folder, with_rope_keys(read_raw(bundle.quantized)))
     files = {"config.json": "the architecture, and how each tensor is quantized"}
     for path in sorted(bundle.quantized.glob("model*.safetensors*")):
         link_or_copy(path, bundle.folder / path.name)
         files[path.name] = "weights"
-    prompts, left_out = check_prompts(tokenizer, context)
-    yield from (notice("mlx", text) for text in left_out)
-    agreement = compare(_open(bundle.folder), load_parent(bundle.quantized), prompts, context)
-    check = require("mlx", agreement, MAX_KL, MIN_TOP1)
+    check = yield from gate(bundle, tokenizer, LIMITS, lambda: _open(bundle.folder))
     description = describe(bundle, "mlx", tokenizer, files)
     finish(bundle, description | {"runtime": RUNTIME, "check": check}, guide)
 
