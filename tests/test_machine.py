@@ -123,3 +123,45 @@ def test_an_engine_has_the_accelerators_it_can_use():
     assert machine.device("auto", "mlx") == "cpu"
     assert machine.devices("mlx") == ["cpu"]
     assert machine.device("cpu", "torch") == "cpu"
+
+
+@pytest.fixture
+def mac(monkeypatch):
+    """A Mac as Python sees it: its processor's name, its macOS, what sysctl answers."""
+
+    def make(version: str, processor: str = "arm64", answers: dict[str, str] | None = None):
+        monkeypatch.setattr(machine.platform, "system", lambda: "Darwin")
+        monkeypatch.setattr(machine.platform, "machine", lambda: processor)
+        monkeypatch.setattr(machine.platform, "mac_ver", lambda: (version, ("", "", ""), ""))
+        known = {"machdep.cpu.brand_string": "Apple M2 Pro", **(answers or {})}
+        monkeypatch.setattr(machine, "_output", lambda *command: known.get(command[-1], ""))
+        return find_machine()
+
+    return make
+
+
+def test_a_mac(mac):
+    found = mac("14.5")
+    assert (found.accelerator.kind, found.accelerator.name) == ("mps", "Apple M2 Pro")
+    assert found.shared_memory
+    assert found.lacking == ""
+
+
+def test_a_macos_that_is_too_old(mac):
+    found = mac("13.6.1")
+    assert found.accelerator is None
+    assert found.lacking == "macOS 13.6.1 is older than 14.0"
+
+
+def test_a_python_for_intel(mac):
+    found = mac("15.0", "x86_64", {"sysctl.proc_translated": "1"})
+    assert found.accelerator is None
+    assert found.lacking == "this Python is for Intel and runs under Rosetta"
+    assert mac("15.0", "x86_64").lacking == ""
+
+
+def test_a_card_that_cannot_be_used(nvidia, monkeypatch):
+    nvidia("NVIDIA H200, 143771, 143000", build="2.13.0+cpu")
+    assert machine.why_no_gpu() == "the installed PyTorch is a build for CPUs"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    assert machine.why_no_gpu() == "CUDA_VISIBLE_DEVICES=-1 hides it"

@@ -99,6 +99,15 @@ def test_engine_and_device_that_are_not_here(recipe):
     assert "it has cpu" in caught.value.hint
 
 
+def test_a_gpu_that_cannot_be_used_is_told(recipe):
+    old = replace(MACHINE, lacking="macOS 13.6 is older than 14.0")
+    assert make_plan(recipe, old).notices == (
+        "computes on the CPU, as the GPU cannot be used: macOS 13.6 is older than 14.0",
+    )
+    with pytest.raises(UsageError, match=r"Test Chip\): macOS 13\.6 is older than 14\.0"):
+        make_plan(change(recipe, model={"device": "mps"}), old)
+
+
 def test_auto_takes_the_accelerator(recipe):
     gpu = Accelerator(kind="cuda", name="GPU", memory_total=2**33, memory_available=2**32)
     plan = make_plan(recipe, replace(MACHINE, accelerator=gpu))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from pippin.check import PROBES
 from pippin.check.audits import AUDITS, CHIPS
@@ -16,6 +17,15 @@ if TYPE_CHECKING:
     from pippin.check.audits import Ask, Audited, Auditor
     from pippin.check.runner import Checkup
 
+
+# What each kind of check takes besides; the probes of a device take --engine and --device.
+KINDS = {
+    "jax_fuji": {"tokens", "device"},
+    "top50": {"rules", "version", "chip", "strict"},
+    "rules": {"version", "chip", "strict"},
+}
+WORDS = {"jax_fuji": "--jax-fuji", "rules": "--as", "top50": "--top50", "version": "--torch"}
+OWNERS = {"tokens": "--jax-fuji", "version": "--as", "chip": "--as", "strict": "--as"}
 
 # Options of `pippin plan`.
 ELSEWHERE = (
@@ -84,6 +94,7 @@ def check(model: Path | None, as_json: bool, quiet: bool, **options: Any) -> Non
     from pippin.errors import UsageError
 
     mode = "json" if as_json else "quiet" if quiet else "auto"
+    _refuse_strangers(model, options)
     if options["jax_fuji"]:
         _fuji(options["jax_fuji"], options["tokens"], options["device"], mode)
         return
@@ -95,9 +106,23 @@ def check(model: Path | None, as_json: bool, quiet: bool, **options: Any) -> Non
         subject = None if options["top50"] else folder
         _audit(options["rules"] or "mps", subject, Ask(**asked, tokens=shapes.tokens), mode)
         return
-    if any(asked.values()):
-        raise UsageError("--chip, --torch and --strict belong to --as", "add --as mps")
     _probe(Checkup(engine=options["engine"], device=options["device"], shapes=shapes), mode)
+
+
+def _refuse_strangers(model: Path | None, options: dict[str, Any]) -> None:
+    """An option of another kind of check would be left aside without a word."""
+    from pippin.errors import UsageError
+
+    context = click.get_current_context()
+    given = {n for n in options if context.get_parameter_source(n) is ParameterSource.COMMANDLINE}
+    kind = next((kind for kind in KINDS if kind in given), "")
+    strange = sorted(given - {kind} - KINDS.get(kind, {"engine", "device"}))
+    if strange:
+        word = WORDS.get(strange[0], f"--{strange[0]}")
+        beside = f"beside {WORDS[kind]}" if kind else "without " + OWNERS[strange[0]]
+        raise UsageError(f"{word} means nothing {beside}", "see `pippin check --help`")
+    if model is not None and kind in ("jax_fuji", "top50"):
+        raise UsageError(f"{WORDS[kind]} takes no model", f"leave {model} out")
 
 
 def _probe(checkup: "Checkup", mode: str) -> None:

@@ -20,6 +20,7 @@ from pippin.engines import ENGINES
 GIB = 2**30
 # Of the memory that CPU and GPU share, what Metal recommends to take at most (see chips.toml).
 SMALL, SHARE_SMALL, SHARE_LARGE = 32 * GIB, 2 / 3, 3 / 4
+OLDEST_MACOS = 14  # on which PyTorch computes on the GPU, in bfloat16 too
 # Packages without which an engine leaves an accelerator alone.
 _PLUGINS = {
     ("cuda", "jax"): ("jax-cuda12-plugin", "jax-cuda13-plugin"),
@@ -44,7 +45,8 @@ class Machine:
 
     `gflops` is the rate of a float32 matrix product on all cores. `engines` are the installed ones,
     `accelerated` those of them that compute on the accelerator.
-    `elsewhere` marks a machine that is not here, whose disk and speed nobody knows.
+    `lacking` says why a GPU that is there cannot be used. `elsewhere` marks a machine that is not
+    here, whose disk and speed nobody knows.
     """
 
     chip: str
@@ -58,6 +60,7 @@ class Machine:
     engines: tuple[str, ...]
     accelerator: Accelerator | None = None
     accelerated: tuple[str, ...] = ("mlx", "torch")
+    lacking: str = ""
     elsewhere: bool = False
 
     def devices(self, engine: str) -> list[str]:
@@ -87,6 +90,7 @@ def find_machine() -> Machine:
         engines=tuple(name for name in ENGINES if _installed(name)),
         accelerator=accelerator,
         accelerated=_accelerated(accelerator.kind if accelerator else "mps"),
+        lacking="" if accelerator else why_no_gpu(),
     )
 
 
@@ -186,8 +190,27 @@ def _apple_silicon() -> bool:
     return platform.system() == "Darwin" and platform.machine() == "arm64"
 
 
+def why_no_gpu() -> str:
+    """Why a GPU that seems to be there cannot be used; empty where none is."""
+    if platform.system() == "Darwin":
+        if not _apple_silicon():
+            translated = _output("sysctl", "-n", "sysctl.proc_translated") == "1"
+            return "this Python is for Intel and runs under Rosetta" if translated else ""
+        return f"macOS {platform.mac_ver()[0]} is older than {OLDEST_MACOS}.0" if _too_old() else ""
+    if not shutil.which("nvidia-smi"):
+        return ""
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() in ("", "-1"):
+        return f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']} hides it"
+    return "the installed PyTorch is a build for CPUs" if _cpu_build("torch") else ""
+
+
+def _too_old() -> bool:
+    major = platform.mac_ver()[0].partition(".")[0]
+    return major.isdigit() and int(major) < OLDEST_MACOS
+
+
 def _mps(chip: str, total: int, available: int) -> Accelerator | None:
-    if not _apple_silicon():
+    if not _apple_silicon() or _too_old():
         return None
     free = min(available, working_set(total))
     return Accelerator(kind="mps", name=chip, memory_total=total, memory_available=free)

@@ -65,6 +65,8 @@ def make_plan(recipe: Recipe, machine: Machine, updates: int | None = None) -> P
     if not machine.elsewhere:
         device = machine.device(recipe.model.device, recipe.model.engine)
         recipe, notices = heed(recipe, device)
+        if machine.lacking and recipe.model.device == "auto":
+            notices += (f"computes on the CPU, as the GPU cannot be used: {machine.lacking}",)
     steps, model = make_steps(recipe), model_folder(recipe)
     facts = look(recipe, model)
     updates = updates or recipe.train.steps
@@ -124,8 +126,10 @@ def _require(recipe: Recipe, machine: Machine) -> None:
         )
     here = machine.devices(engine)
     if device not in ("auto", *here):
+        why = f": {machine.lacking}" if machine.lacking else ""
         raise UsageError(
-            f"model.device {device} is not on this machine for engine {engine} ({machine.chip})",
+            f"model.device {device} is not on this machine for engine {engine} "
+            f"({machine.chip}){why}",
             f"it has {', '.join(here)}; auto picks the best",
         )
 

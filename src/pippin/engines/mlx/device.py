@@ -28,7 +28,7 @@ def pick_device(name: str) -> str:
     if name != "auto" and name not in here:
         raise UsageError(
             f"device {name} is not available to MLX {version('mlx')}",
-            f"devices here: {', '.join(here)}; set model.device to one of them, or to auto",
+            f"devices here: {', '.join(here)}; choose one of them, or auto",
         )
     picked = here[0] if name == "auto" else name
     mx.set_default_device(mx.cpu if picked == "cpu" else mx.gpu)

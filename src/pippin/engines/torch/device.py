@@ -4,6 +4,7 @@ import torch
 
 from pippin.engines.host import cores, peak_resident
 from pippin.errors import UsageError
+from pippin.machine import why_no_gpu
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -23,10 +24,19 @@ def pick_device(name: str) -> torch.device:
     here = available()
     if name != "auto" and name not in here:
         raise UsageError(
-            f"device {name} is not available to PyTorch {torch.__version__}",
-            f"devices here: {', '.join(here)}; set model.device to one of them, or to auto",
+            f"device {name} is not available to PyTorch {torch.__version__}{_why_not(name)}",
+            f"devices here: {', '.join(here)}; choose one of them, or auto",
         )
     return torch.device(here[0] if name == "auto" else name)
+
+
+def _why_not(name: str) -> str:
+    """The reason, where one is known."""
+    if name == "mps" and not torch.backends.mps.is_built():
+        return ", which was built without MPS"
+    if name == "cuda" and not torch.backends.cuda.is_built():
+        return ", which was built without CUDA"
+    return f": {reason}" if name in ("cuda", "mps") and (reason := why_no_gpu()) else ""
 
 
 def describe(device: torch.device) -> str:
