@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pippin.figures import bytes_of
+from pippin.quantizers import CALIBRATED
 from pippin.recipe import BUDGETS, Quantize, Recipe
 
 
@@ -63,6 +64,7 @@ LIMITS = {
     "lora.rank": COUNT,
     "quantize.calibration_tokens": COUNT,
     "quantize.max_kl": POSITIVE,
+    "quantize.recover_tokens": NATURAL,
     "quantize.target_bits": Range(at_least=2, at_most=16),
     "seed": Range(at_least=0, below=2**32),
     "train.accumulate": COUNT,
@@ -141,6 +143,12 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str, str]]
             "set train.valid_every",
         )
     asked = recipe.quantize
+    if asked.recover_tokens and asked.method not in CALIBRATED:
+        yield (
+            ("quantize", "recover_tokens"),
+            f"{asked.method} reads no rows",
+            f"use {', '.join(CALIBRATED)}",
+        )
     yield from _budgets(asked)
     schemes = {"scheme": asked.scheme, "embed_scheme": asked.embed_scheme}
     if asked.method == "hqq" and "symmetric" in schemes.values():

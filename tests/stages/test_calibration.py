@@ -18,7 +18,7 @@ from pippin.data.batches import Sample
 from pippin.data.chat import tokenize
 from pippin.data.dataset import load_split
 from pippin.engines import load_engine
-from pippin.errors import ModelError
+from pippin.errors import DataError, ModelError
 from pippin.events import Event, Notice
 from pippin.job import Job
 from pippin.model.config import read_config
@@ -251,6 +251,27 @@ def test_awq_folds_its_scales(place: Path, tmp_path: Path) -> None:
     )
 
 
+FEW = replace(SETTINGS, calibration_tokens=30)
+
+
+def test_recovery_moves_scales_alone_and_says_what_they_gave(place: Path, tmp_path: Path) -> None:
+    events = _run(place, tmp_path / "q", replace(FEW, recover_tokens=999))
+    _run(place, tmp_path / "plain", FEW)
+    found = _report(tmp_path / "q")["recovered"]
+    assert found["kept"] == (found["kl_after"] < found["kl_before"])
+    assert any(e.text.startswith("scales tuned: KL ") for e in events if isinstance(e, Notice))
+    tuned, plain = (Checkpoint(tmp_path / folder) for folder in ("q", "plain"))
+    moved = {n for n in plain.tensors if not np.array_equal(tuned.read(n), plain.read(n))}
+    assert not any(name.endswith(".weight") or "embed" in name for name in moved)
+    assert bool(moved) == found["kept"]
+    assert _divergence(place, tmp_path / "q") < 1.02 * _divergence(place, tmp_path / "plain")
+
+
+def test_recovery_needs_rows_that_calibration_left(place: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="0 training rows are left"):
+        _run(place, tmp_path / "q", replace(SETTINGS, calibration_tokens=9999, recover_tokens=99))
+
+
 def test_report_and_manifest(place: Path, tmp_path: Path) -> None:
     events = _run(place, tmp_path / "q")
     report = _report(tmp_path / "q")
@@ -281,8 +302,29 @@ def test_passes_of_any_size_give_the_same(
 ) -> None:
     _run(place, tmp_path / "once")
     monkeypatch.setattr(memory, "MOMENTS", 1)
-    _run(place, tmp_path / "often")
+    with monkeypatch.context() as whole:
+        whole.setattr(TorchEngine, "load_layers", lambda *asked: None)
+        _run(place, tmp_path / "often")
     assert _bytes(tmp_path / "once") == _bytes(tmp_path / "often")
+
+
+@pytest.mark.parametrize("importance", ["loss", "inputs"])
+def test_a_large_model_is_read_layer_by_layer(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, importance: Any
+) -> None:
+    settings = replace(SETTINGS, importance=importance, embed_bits=4)
+    _run(place, tmp_path / "whole", settings)
+    monkeypatch.setattr(memory, "MOMENTS", 1)
+    monkeypatch.setattr(TorchEngine, "load", None)
+    events = _run(place, tmp_path / "layers", settings)
+    texts = [event.text for event in events if isinstance(event, Notice)]
+    assert "the model is read one decoder layer at a time" in texts
+    errors = [
+        {row["name"]: row["output_error"] or 0 for row in _report(tmp_path / name)["tensors"]}
+        for name in ("whole", "layers")
+    ]
+    assert errors[0] == pytest.approx(errors[1], rel=0.05)
+    assert list(tmp_path.glob(".*")) == []
 
 
 def test_seed_draws_the_rows(place: Path, tmp_path: Path) -> None:

@@ -40,7 +40,8 @@ _PLAIN_BITS = 8
 class Calibration:
     """A loaded model and its weights, the rows it reads, and how many tokens they have.
 
-    With `by_loss` a token counts by its part in the predictions, which `seed` draws.
+    With `by_loss` a token counts by its part in the predictions, which `seed` draws. `further` are
+    rows for recovery, where it is asked for.
     """
 
     model: Model
@@ -51,6 +52,7 @@ class Calibration:
     notices: tuple[str, ...]
     by_loss: bool = False
     seed: int = 0
+    further: tuple[Sample, ...] = ()
     _read: tuple[frozenset[str], dict[str, NDArray[np.float32]]] = field(
         default=(frozenset(), {}), init=False
     )
@@ -122,13 +124,15 @@ def calibrate(job: Job, checkpoint: Tensors) -> Calibration:
             f"none of the {len(rows)} training rows can be read for calibration",
             'quantize.method = "mse" does without',
         )
-    samples = draw(tokenized.samples, recipe.quantize.calibration_tokens, recipe.seed)
+    asked_tokens = recipe.quantize.calibration_tokens
+    samples = draw(tokenized.samples, asked_tokens, recipe.seed)
+    more = draw(tokenized.samples, asked_tokens + recipe.quantize.recover_tokens, recipe.seed)
     tokens = sum(len(sample.tokens) for sample in samples)
     longest = max(len(sample.tokens) for sample in samples)
     model = open_engine(recipe.model).load(folder, recipe.model.dtype, job.inputs.get("adapter"))
     asked = CALIBRATED[recipe.quantize.method].by_loss and recipe.quantize.importance == "loss"
     by_loss = asked and isinstance(model, LossWeigher)
-    notices = _notices(samples, tokens, recipe.quantize.calibration_tokens)
+    notices = _notices(samples, tokens, asked_tokens)
     if asked and not by_loss:
         notices += (f"engine {recipe.model.engine} has no gradients of inputs: all count alike",)
     batch_tokens = _BACKWARD_TOKENS if by_loss else _BATCH_TOKENS
@@ -141,6 +145,7 @@ def calibrate(job: Job, checkpoint: Tensors) -> Calibration:
         notices=notices,
         by_loss=by_loss,
         seed=recipe.seed,
+        further=tuple(more[len(samples) :]),
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from pippin import artifact, memory
+from pippin.data.batches import Batch
 from pippin.errors import ModelError
 from pippin.events import Event, Finished, Notice, Progress, Started
 from pippin.job import Job
@@ -28,6 +29,7 @@ from pippin.stages.coding import Coder, Row
 from pippin.stages.folding import fold
 from pippin.stages.layers_done import LayersDone
 from pippin.stages.merge import Merged
+from pippin.stages.recovery import recover, recovery_text, updates
 from pippin.stages.sharing import share_bits
 
 STAGE = "quantize"
@@ -64,6 +66,9 @@ def quantize(job: Job) -> Iterator[Event]:
                 yield Progress(stage=STAGE, done=len(rows), values=_values(made))
         rows.sort(key=lambda row: names.natural(row.name))
         summary |= {**_summary(folder, rows), **work.summary}
+        if work.calibration and work.updates:
+            summary["recovered"] = recover(work.calibration, work.updates, folder)
+            yield Notice(stage=STAGE, text=recovery_text(summary["recovered"]))
         summary["seconds"] = round(time.monotonic() - began, 2)
         report = {**summary, "method": settings.method, "tensors": [asdict(row) for row in rows]}
         (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n")
@@ -95,13 +100,14 @@ def open_source(job: Job) -> Source:
 class _Work:
     """What is done to every tensor.
 
-    Calibrated methods have a `calibration`, and `parts` as `passes` gives them. `summary` is what
-    the manifest keeps of it; the seed is among the settings.
+    Calibrated methods have a `calibration`, and `parts` as `passes` gives them; `updates` are for
+    recovery. `summary` is what the manifest keeps of it; the seed is among the settings.
     """
 
     choices: dict[str, Choice]
     calibration: Calibration | None = None
     parts: tuple[dict[str, str], ...] = ()
+    updates: list[Batch] = field(default_factory=list)
     folding: Folding = field(default_factory=Folding)
     notices: tuple[str, ...] = ()
     summary: dict[str, Any] = field(default_factory=dict)
@@ -123,6 +129,7 @@ def _plan(job: Job, source: Source, choices: dict[str, Choice]) -> _Work:
         return _Work(choices=choices)
     calibration = calibrate(job, source.tensors)
     notices, summary, folding = [*calibration.notices], dict[str, Any](), Folding()
+    tuned = updates(calibration, job.recipe.model.engine) if settings.recover_tokens else []
     if settings.budget:
         budget = share_bits(calibration, choices, parts, job.recipe)
         choices, summary["budget"] = budget.choices, budget.report
@@ -136,6 +143,7 @@ def _plan(job: Job, source: Source, choices: dict[str, Choice]) -> _Work:
         choices=choices,
         calibration=calibration,
         parts=parts,
+        updates=tuned,
         folding=folding,
         notices=tuple(notices),
         summary=summary,

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from pippin.data.batches import Batch
-from pippin.engines import Sampling, Tokens, TopK, Weights
+from pippin.engines import Recovered, Sampling, Tokens, TopK, Weights
 from pippin.engines.arrays import adapted
 from pippin.engines.host import steady_heap
 from pippin.engines.torch import device as devices
@@ -25,9 +25,11 @@ from pippin.engines.torch.lora import add_adapter, add_to_embedding
 from pippin.engines.torch.moments import input_moments
 from pippin.engines.torch.names import full_parameters, lora_parameters
 from pippin.engines.torch.probe import find_ability
+from pippin.engines.torch.recovery import recover
 from pippin.engines.torch.rows import Rows
 from pippin.engines.torch.score import logprobs, topk
 from pippin.engines.torch.trainer import TorchTrainer
+from pippin.errors import ModelError
 from pippin.recipe import Lora, Train
 
 
@@ -107,6 +109,19 @@ class TorchModel:
         """
         with self._rows(batches) as rows:
             return loss_moments(self.network, self._head, rows, names, seed)
+
+    def recover(self, quantized: Path, batches: Sequence[Batch], seed: int) -> Recovered:
+        """Tune the scales of a quantized folder until it predicts as this model does; see there.
+
+        Takes the model over. Raises ModelError where the head is no plain product.
+        """
+        if self._head is None:
+            raise ModelError(
+                "scales are tuned through a head that is one product, this model's is not",
+                "set quantize.recover_tokens = 0",
+            )
+        with self._rows(batches) as rows:
+            return recover(self.network, self._head, quantized, rows, seed)
 
     @contextlib.contextmanager
     def _rows(self, batches: Sequence[Batch]) -> Generator[list[Rows]]:

@@ -1,0 +1,66 @@
+"""Recovery: scales and zero points of a quantized folder, tuned to its parent's predictions."""
+
+from pathlib import Path
+from typing import Any
+
+from pippin.data.batches import Batch, single_batches
+from pippin.engines import Recoverer
+from pippin.errors import DataError, ModelError
+from pippin.model.weights import Checkpoint
+from pippin.stages.calibration import Calibration
+
+# Tokens of one update, padding included.
+_UPDATE_TOKENS = 1024
+
+
+def updates(calibration: Calibration, engine: str) -> list[Batch]:
+    """What recovery reads, a batch an update.
+
+    Raises ModelError for an engine that cannot tune, DataError where calibration left no rows.
+    """
+    if not isinstance(calibration.model, Recoverer):
+        raise ModelError(
+            f"engine {engine} tunes no scales",
+            'set model.engine = "torch", or quantize.recover_tokens = 0',
+        )
+    samples = calibration.further
+    if len(samples) < 2:
+        raise DataError(
+            f"{len(samples)} training rows are left for quantize.recover_tokens, 2 are the least",
+            "lower quantize.calibration_tokens",
+        )
+    longest = max(len(sample.tokens) for sample in samples)
+    rows = min(_UPDATE_TOKENS // longest, len(samples) // 2)
+    return single_batches(list(samples), max(1, rows))
+
+
+def recover(calibration: Calibration, batches: list[Batch], folder: Path) -> dict[str, Any]:
+    """Write the tuned scales in place, if they are worth it; what held-out rows say of them.
+
+    The calibration's model is used up.
+    """
+    assert isinstance(calibration.model, Recoverer)
+    found = calibration.model.recover(folder, batches, calibration.seed)
+    infos = Checkpoint(folder).tensors
+    for name, tensor in found.weights.items():
+        info = infos[name]
+        assert (tensor.shape, tensor.dtype) == (info.shape, info.dtype), name
+        with info.file.open("r+b") as file:
+            file.seek(info.start)
+            file.write(tensor.tobytes())
+    return {
+        "updates": len(batches),
+        "held_out_tokens": found.tokens,
+        "kl_before": found.before,
+        "kl_after": found.after,
+        "kept": bool(found.weights),
+    }
+
+
+def recovery_text(found: dict[str, Any]) -> str:
+    """The same in words."""
+    end = "" if found["kept"] else ": they stay as they were"
+    return (
+        f"scales tuned: KL {found['kl_before']:.4f} before, {found['kl_after']:.4f} after, on "
+        f"{found['held_out_tokens']:,} held-out tokens{end}"
+    )

@@ -1,0 +1,154 @@
+"""Tuned scales: their gradient and their worth, against transformers in float64."""
+
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pippin.artifact import Origin
+from pippin.data.batches import Batch, Sample, single_batches
+from pippin.engines import Recoverer, load_engine
+from pippin.job import Job
+from pippin.model.quantized import DenseView, dense_tensors, dequantize
+from pippin.recipe import Data, Model, Quantize, Recipe
+from pippin.stages.quantize import quantize
+
+pytestmark = pytest.mark.torch
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 97, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.15}
+SETTINGS = {"bits": 3, "group_size": 32, "embed_group_size": 32}
+
+
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model in float32."""
+    folder = tmp_path_factory.mktemp("parent")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SIZES, **HEADS, tie_word_embeddings=True)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def _quantized(parent: Path, folder: Path, **settings: Any) -> Path:
+    recipe = Recipe(model=Model(source="x"), data=Data(source="x"), quantize=Quantize(**settings))
+    origin = Origin(stage="quantize", inputs={}, settings={}, versions={})
+    inputs = {"model": parent}
+    job = Job(stage="quantize", recipe=recipe, inputs=inputs, folder=folder, origin=origin)
+    list(quantize(job))
+    return folder
+
+
+def _batches(count: int) -> list[Batch]:
+    rng = np.random.default_rng(0)
+    samples = [
+        Sample(tokens=rng.integers(3, 97, 32).astype(np.int32), scored=np.arange(32) > 0, row=row)
+        for row in range(8 * count)
+    ]
+    return single_batches(samples, 8)
+
+
+def _exact(folder: Path, weights: dict[str, Any]) -> Any:
+    """transformers' model in float64 with these weights."""
+    network = transformers.LlamaForCausalLM.from_pretrained(folder).double()
+    for name, parameter in network.named_parameters():
+        parameter.data = torch.from_numpy(np.asarray(weights[name], np.float64))
+    network.tie_weights()
+    return network
+
+
+def _kl(parent: Any, child: Any, batches: list[Batch]) -> Any:
+    tokens = torch.from_numpy(np.concatenate([batch.tokens_BT for batch in batches])).long()
+    wanted, found = (network(tokens).logits.log_softmax(-1) for network in (parent, child))
+    return (wanted.exp() * (wanted - found)).sum(-1).mean()
+
+
+def _loaded(parent: Path) -> Any:
+    return load_engine("torch", "cpu").load(parent, "float32")
+
+
+@pytest.mark.parametrize(("scheme", "group_size"), [("affine", 32), ("symmetric", 0)])
+def test_tuned_scales_predict_more_like_the_parent(
+    parent: Path, tmp_path: Path, scheme: str, group_size: int
+) -> None:
+    """On held-out rows, by float64; nothing but scales and zero points has changed."""
+    asked = {**SETTINGS, "scheme": scheme, "group_size": group_size}
+    folder = _quantized(parent, tmp_path / "q", **asked)
+    model, batches = _loaded(parent), _batches(48)
+    assert isinstance(model, Recoverer)
+    found = model.recover(folder, batches, seed=1)
+    assert found.tokens == 6 * 8 * 32
+    before, after = dict(dense_tensors(folder)), dict(dense_tensors(folder))
+    view = DenseView(folder)
+    for name in view.grids:
+        module = name.removesuffix(".weight")
+        if f"{module}.scales" not in found.weights:
+            assert "embed" in name
+            continue
+        scales, biases = (found.weights[f"{module}.{part}"] for part in ("scales", "biases"))
+        codes = view.read_codes(name)
+        after[name] = dequantize(codes.codes_OI, scales, biases)
+        if scheme == "symmetric":
+            np.testing.assert_array_equal(biases, -4 * scales)
+        if group_size == 0:
+            np.testing.assert_array_equal(scales, np.repeat(scales[:, :1], scales.shape[1], axis=1))
+    exact = _exact(parent, dict(dense_tensors(parent)))
+    with torch.no_grad():
+        kls = [float(_kl(exact, _exact(parent, w), batches[-6:])) for w in (before, after)]
+    assert [found.before, found.after] == pytest.approx(kls, rel=1e-3)
+    assert kls[1] < 0.993 * kls[0]
+
+
+def test_gradients_equal_those_of_float64(parent: Path, tmp_path: Path) -> None:
+    from pippin.engines.torch.recovery import Recovery
+
+    folder = _quantized(parent, tmp_path / "q", **SETTINGS)
+    model, batches = _loaded(parent), _batches(1)
+    with model._rows(batches) as rows:
+        recovery = Recovery(model.network, model._head, rows)
+        coded = recovery.take(folder)
+        hidden = recovery.hidden(rows[0])
+        pull = recovery.pull(hidden.detach(), recovery.wanted[0])[1]
+        hidden.backward(pull / len(pull))
+    child = _exact(parent, dict(dense_tensors(folder)))
+    _kl(_exact(parent, dict(dense_tensors(parent))), child, batches).backward()
+    gradients = {name: parameter.grad for name, parameter in child.named_parameters()}
+    view = DenseView(folder)
+    assert len(coded) == 2 * 7
+    for module, linear in coded.items():
+        codes = view.read_codes(f"{module}.weight")
+        scale = torch.from_numpy(codes.scales_OG.astype(np.float64))
+        grouped = gradients[f"{module}.weight"].view(*scale.shape, -1)
+        steps = torch.from_numpy(codes.codes_OI.astype(np.float64)).view_as(grouped) - 4
+        wanted = [scale * (grouped * steps).sum(-1), scale * grouped.sum(-1)]
+        for move, by_hand in zip(linear.moves, wanted, strict=True):
+            away = (move.grad - by_hand).norm() / by_hand.norm()
+            assert away < 1e-3, module
+
+
+def test_what_cannot_gain_stays_as_it_is(parent: Path, tmp_path: Path) -> None:
+    """The parent is what the codes say already."""
+    folder = _quantized(parent, tmp_path / "q", **SETTINGS)
+    network = _exact(parent, dict(dense_tensors(folder))).float()
+    network.save_pretrained(tmp_path / "same")
+    found = _loaded(tmp_path / "same").recover(folder, _batches(4), seed=0)
+    assert found.before < 1e-7 < found.after
+    assert found.weights == {}
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float32])
+def test_random_rounding_keeps_the_mean(dtype: Any) -> None:
+    from pippin.engines.torch.recovery import round_at_random
+
+    rng, kind = np.random.default_rng(0), np.dtype(dtype)
+    for value in (0.7123, -3.1, 1e-3):
+        low = float(np.asarray(value, kind).astype(np.float32))
+        values = np.full(20_000, np.float32(value))
+        found = round_at_random(values, kind, rng)
+        np.testing.assert_array_equal(found, found.astype(kind).astype(np.float32))
+        assert len(np.unique(found)) <= 2
+        gap = max(abs(found - low).max(), 1e-9)
+        assert abs(found.astype(np.float64).mean() - np.float32(value)) < 0.02 * gap + 1e-9
