@@ -270,3 +270,22 @@ def test_a_plan_tells_what_its_targets_refuse(recipe, monkeypatch):
         "target hf needs the package compressed_tensors, which is not installed",
         "a context of 65 tokens, the least is 8; the model knows positions up to 64",
     ]
+
+
+def test_a_format_that_fails_leaves_the_others_and_is_told_at_the_end(recipe, monkeypatch):
+    def stage_function(stage):
+        def run_stage(job):
+            if job.subject == "hf":
+                raise PippinError("hf: it computes something else", "other versions")
+            yield from fake_stage(stage)(job)
+
+        return run_stage
+
+    asked = change(recipe, deploy={"targets": ("gguf", "hf", "mlx"), "context": 64})
+    walk(recipe)
+    monkeypatch.setattr(running, "check_recipe", lambda *_: [])
+    monkeypatch.setattr(running, "stage_function", stage_function)
+    with pytest.raises(PippinError, match="hf: it computes something else"):
+        walk(asked, only="deploy")
+    made = sorted(path.name for path in Path(recipe.out).glob("deploy-*"))
+    assert made == ["deploy-gguf", "deploy-mlx"]

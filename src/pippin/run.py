@@ -96,10 +96,11 @@ class Walk:
                 f"{others[0]}`",
             )
         yield from self.fetch()
+        failed: list[PippinError] = []
         for step in steps:
             missing = self.missing(step)
             if missing is None:
-                yield from self.step(step)
+                yield from self.attempt(step, failed) if stage == "deploy" else self.step(step)
             elif stage == "evaluate" and step is not steps[0]:
                 yield Notice(stage=stage, text=f"{step.subject} left out: no {missing.name} yet")
             else:
@@ -107,6 +108,20 @@ class Walk:
                     f"{step.name} needs {missing.folder}, which is not there",
                     f"`pippin {missing.stage} RECIPE` first, or `pippin run RECIPE` for all of it",
                 )
+
+        if len(failed) == 1:
+            raise failed[0]
+        replace(
+            self.plan, refusals=tuple((error.message, error.hint) for error in failed)
+        ).raise_refusals()
+
+    def attempt(self, step: Step, failed: list[PippinError]) -> Iterator[Event]:
+        """One of several formats: where it fails, the others are made all the same."""
+        try:
+            yield from self.step(step)
+        except PippinError as error:
+            failed.append(error)
+            yield Notice(stage=step.stage, text=f"{step.subject} is not deployed: {error.message}")
 
     def fetch(self) -> Iterator[Event]:
         """Get the model, then ask what only it can tell: who refuses it, whether all will fit."""
