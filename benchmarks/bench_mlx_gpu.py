@@ -213,10 +213,10 @@ def batches_of(size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 def decode_pippin(network: Any, prompt: np.ndarray) -> Iterator[int]:
     """Our loop."""
-    from pippin.engines.mlx.generate import generate
+    from pippin.engines.mlx.generate import Decoding, generate
 
     sampling = Sampling(max_tokens=TOKENS + 1)
-    for step in generate(loaded(network), [prompt], sampling, batched=True):
+    for step in generate(loaded(network), [prompt], sampling, how=Decoding(batched=True)):
         assert step[0] is not None
         yield step[0]
 

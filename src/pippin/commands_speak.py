@@ -40,6 +40,12 @@ _SPEAKING = (
     figure("top-p", 1.0, _Real(0, 1), "draw from the likeliest tokens of this share"),
     figure("seed", 0, click.IntRange(0), "drawing follows from it"),
     click.option(
+        "--cache-bits",
+        type=click.IntRange(2, 8),
+        metavar="N",
+        help="keep keys and values of what was read in so few bits (engine mlx)",
+    ),
+    click.option(
         "--base", type=PATH, metavar="PATH", help="the model under an adapter that stands alone"
     ),
 )
@@ -136,8 +142,12 @@ def _speaker(what: Path, console: "Console", options: dict[str, Any]) -> "tuple[
     from pippin.steps import model_folder, run_folder
 
     base, recipe, folder = options.pop("base"), None, what
+    cache_bits = options.pop("cache_bits")
     sampling = Sampling(**options)
     if what.suffix == ".toml":
         recipe = load_recipe(what)
         folder, base = run_folder(recipe), base or model_folder(recipe)
-    return load_speaker(folder, console.notice, recipe, base), sampling
+    speaker = load_speaker(folder, console.notice, recipe, base)
+    if cache_bits:
+        speaker.quantize_cache(cache_bits)
+    return speaker, sampling

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from pippin.artifact import Origin, writing
 from pippin.engines import Sampling
-from pippin.errors import DataError, ModelError
+from pippin.errors import DataError, ModelError, UsageError
 from pippin.model.adapter import Base, save_adapter
 from pippin.model.tokenizer import load_tokenizer
 from pippin.recipe import Data, Lora, Model, Recipe
@@ -87,6 +87,12 @@ def test_an_answer_ends_at_the_models_own_stop_token(tmp_path):
     assert len(pieces) == 7
     assert heard == []
     assert prompt_text(speaker) == "<user>hi<end><bot>"
+
+
+def test_fewer_bits_of_keys_and_values_where_there_are_none(tmp_path):
+    speaker, _ = make_speaker(tmp_path)
+    with pytest.raises(UsageError, match="the model keeps its keys and values whole"):
+        speaker.quantize_cache(4)
 
 
 def test_a_stop_of_the_callers_is_kept_beside_it(tmp_path):
@@ -228,7 +234,7 @@ def test_load_speaker_says_what_speaks_and_computes_as_the_recipe_wants(tmp_path
             return Script([1])
 
     monkeypatch.setattr(
-        loading, "load_engine", lambda name, device, remote_code: loaded.append(device) or Engine()
+        loading, "load_engine", lambda name, device, *_: loaded.append(device) or Engine()
     )
     folder = write_model(tmp_path / "m", context=77)
     recipe = Recipe(

@@ -155,6 +155,15 @@ class LossWeigher(Protocol):
         ...
 
 
+@runtime_checkable
+class CacheQuantizer(Protocol):
+    """What the models of some engines can do besides: answer from fewer bits of keys and values."""
+
+    def quantize_cache(self, bits: int) -> None:
+        """From now on `generate` keeps keys and values in so many bits; ModelError if it cannot."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recovered:
     """Tuned scales and zero points by tensor name, none where they gave nothing.

@@ -11,8 +11,8 @@ import numpy as np
 
 from pippin import artifact
 from pippin.data.chat import render_prompt
-from pippin.engines import Sampling, Scorer, Tokens
-from pippin.errors import DataError, ModelError
+from pippin.engines import CacheQuantizer, Sampling, Scorer, Tokens
+from pippin.errors import DataError, ModelError, UsageError
 from pippin.events import Notice
 from pippin.model.adapter import load_adapter
 from pippin.model.source import locate_adapter
@@ -38,6 +38,18 @@ class Speaker:
     data: Data
     context: int | None
     notify: Notify
+
+    def quantize_cache(self, bits: int) -> None:
+        """Keep keys and values in so many bits from now on.
+
+        Raises UsageError where what speaks does not have it.
+        """
+        if not isinstance(self.scorer, CacheQuantizer):
+            raise UsageError(
+                f"{self.title} keeps its keys and values whole: only engine mlx has fewer bits",
+                "leave --cache-bits out, or give a recipe with model.engine = mlx",
+            )
+        self.scorer.quantize_cache(bits)
 
     def say(self, said: str | Sequence[Message], sampling: Sampling) -> Answer:
         """The answer to a prompt or to a conversation, which comes while it is iterated over.

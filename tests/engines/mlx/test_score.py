@@ -1,9 +1,13 @@
 """Scores, answers and moments on MLX that PyTorch's parity does not cover."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
+from mlx.utils import tree_map
 
 from pippin.engines import Sampling
+from pippin.errors import ModelError
 
 pytestmark = pytest.mark.mlx
 
@@ -36,7 +40,7 @@ def test_rows_answer_as_they_do_alone(engine, tiny, kind):
     lengths, asked = ((3, 1, 2), 1) if kind == "gemma2" else ((3, 11, 7), 9)
     prompts = [rng.integers(3, 97, n).astype(np.int32) for n in lengths]
     model = engine.load(tiny(kind), "float32")
-    assert model._batched == (kind != "gemma2")
+    assert model._decoding.batched == (kind != "gemma2")
     together = list(model.generate(prompts, Sampling(max_tokens=asked)))
     for row, prompt in enumerate(prompts):
         alone = [step[0] for step in model.generate([prompt], Sampling(max_tokens=asked))]
@@ -99,3 +103,39 @@ def test_loss_moments_follow_the_seed(engine, tiny, samples, pack):
     for name in one:
         np.testing.assert_array_equal(one[name], same[name])
         assert not np.array_equal(one[name], other[name])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_quantized_cache_answers_as_in_mlx_lm(bits):
+    """Of heads wide enough for a group; 4 bits change an answer."""
+    import mlx.core as mx
+    from mlx_lm.models import llama
+    from mlx_lm.models.cache import make_prompt_cache
+
+    from pippin.engines.mlx.body import Loaded
+    from pippin.engines.mlx.engine import MlxModel
+
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
+    rest = {"num_hidden_layers": 2, "vocab_size": 97, "rms_norm_eps": 1e-5}
+    mx.random.seed(0)
+    network = llama.Model(llama.ModelArgs(model_type="llama", **sizes, **rest))
+    network.update(tree_map(lambda w: w * 4.0, network.parameters()))
+    model = MlxModel(Loaded(network=network, head=None, longest=None, notices=()), Path())
+    prompts = [np.random.default_rng(4).integers(3, 97, n).astype(np.int32) for n in (30, 3)]
+    plain = list(model.generate(prompts, Sampling(max_tokens=20)))
+    model.quantize_cache(bits)
+    steps = list(model.generate(prompts, Sampling(max_tokens=20)))
+    assert bits == 8 or steps != plain
+    for row, prompt in enumerate(prompts):
+        cache = make_prompt_cache(network)
+        wanted = [int(network(mx.array(prompt[None]), cache=cache)[0, -1].argmax())]
+        cache = [layer.to_quantized(32, bits) for layer in cache]
+        while len(wanted) < 20:
+            wanted.append(int(network(mx.array([wanted[-1:]]), cache=cache)[0, -1].argmax()))
+        assert [step[row] for step in steps] == wanted
+
+
+def test_caches_that_cannot_be_quantized(engine, tiny):
+    """Those that rotate within a window."""
+    with pytest.raises(ModelError, match="keys and values in 4 bits"):
+        engine.load(tiny("gemma3"), "float32").quantize_cache(4)

@@ -18,7 +18,12 @@ from pippin.engines.mlx import parity
 from pippin.engines.mlx.blas import notice
 from pippin.engines.mlx.body import Loaded, find_head
 from pippin.engines.mlx.fisher import loss_moments
-from pippin.engines.mlx.generate import decodes_together, generate
+from pippin.engines.mlx.generate import (
+    Decoding,
+    decodes_together,
+    generate,
+    quantized_decoding,
+)
 from pippin.engines.mlx.load import load_network
 from pippin.engines.mlx.lora import add_adapter
 from pippin.engines.mlx.moments import input_moments
@@ -91,7 +96,14 @@ class MlxModel:
     def generate(self, prompts: Sequence[Tokens], sampling: Sampling) -> Iterator[list[int | None]]:
         """Each step's token of every prompt; None for a row that has ended."""
         self.loaded.refuse_long(max(map(len, prompts), default=0) + sampling.max_tokens)
-        return generate(self.loaded, prompts, sampling, batched=self._batched)
+        return generate(self.loaded, prompts, sampling, how=self._decoding)
+
+    def quantize_cache(self, bits: int) -> None:
+        """From now on `generate` keeps keys and values in so many bits, a prompt after the other.
+
+        Raises ModelError where mlx-lm does not have it for this model.
+        """
+        self._decoding = quantized_decoding(self.loaded, bits)
 
     def input_moments(
         self, batches: Sequence[Batch], names: Collection[str] | None = None
@@ -132,8 +144,8 @@ class MlxModel:
         return MlxTrainer(self.loaded, places, train, seed)
 
     @functools.cached_property
-    def _batched(self) -> bool:
-        return decodes_together(self.loaded)
+    def _decoding(self) -> Decoding:
+        return Decoding(batched=decodes_together(self.loaded))
 
 
 def _add_saved_adapter(network: nn.Module, folder: Path) -> None:

@@ -4,6 +4,7 @@ Shape letters: B rows, T tokens of the longest prompt, D hidden, V vocabulary.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -20,22 +21,32 @@ from pippin.engines import Sampling, Tokens
 from pippin.engines.mlx.body import Loaded, close, hidden_states, probe_tokens
 from pippin.engines.mlx.probe import FAULTS
 from pippin.engines.sampling import sample
+from pippin.errors import ModelError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decoding:
+    """`batched` decodes rows of different lengths together, padded on the left.
+
+    With `bits` one row at a time keeps its keys and values in so many, in groups of `group_size`.
+    """
+
+    batched: bool
+    bits: int | None = None
+    group_size: int = 64
 
 
 def generate(
-    loaded: Loaded, prompts: Sequence[Tokens], sampling: Sampling, *, batched: bool
+    loaded: Loaded, prompts: Sequence[Tokens], sampling: Sampling, *, how: Decoding
 ) -> Iterator[list[int | None]]:
-    """Each step's token of every prompt, None for a row that has ended; ends when all have.
-
-    `batched` decodes rows of different lengths together, padded on the left.
-    """
+    """Each step's token of every prompt, None for a row that has ended; ends when all have."""
     if not prompts:
         return
     assert all(len(prompt) for prompt in prompts), "a prompt has at least one token"
     rows = list(range(len(prompts)))
     groups = [
-        _Group(loaded, [prompts[n] for n in numbers], numbers, sampling)
-        for numbers in ([rows] if batched else [[row] for row in rows])
+        _Group(_Decoder(loaded, [prompts[n] for n in numbers], how), numbers, sampling)
+        for numbers in ([rows] if how.batched else [[row] for row in rows])
     ]
     for _ in range(sampling.max_tokens):
         step: list[int | None] = [None] * len(prompts)
@@ -47,16 +58,32 @@ def generate(
         yield step
 
 
+def quantized_decoding(loaded: Loaded, bits: int) -> Decoding:
+    """Keys and values in 2 to 8 bits. Raises ModelError where mlx-lm does not: it is tried."""
+    for group_size in (64, 32):
+        how = Decoding(batched=False, bits=bits, group_size=group_size)
+        try:
+            decoder = _Decoder(loaded, [np.array(probe_tokens(loaded.network, 3))[0]], how)
+            mx.eval(decoder.read(), decoder.read(mx.array([[1]])))
+        except (*FAULTS, NotImplementedError):
+            continue
+        return how
+    raise ModelError(
+        f"mlx-lm cannot keep this model's keys and values in {bits} bits",
+        "leave --cache-bits out, or choose 2, 3, 4, 6 or 8",
+    )
+
+
 def decodes_together(loaded: Loaded) -> bool:
     """Whether rows padded on the left give the logits that each gives alone: it is tried."""
     prompts = [np.array(probe_tokens(loaded.network, n, seed=n))[0] for n in (3, 7)]
     try:
-        together = _Decoder(loaded, prompts)
+        together = _Decoder(loaded, prompts, Decoding(batched=True))
         first_BV, second_BV = together.read(), together.read(mx.array([[1], [2]]))
     except FAULTS:
         return False
     for row, prompt in enumerate(prompts):
-        alone = _Decoder(loaded, [prompt])
+        alone = _Decoder(loaded, [prompt], Decoding(batched=False))
         wanted = alone.read(), alone.read(mx.array([[row + 1]]))
         for ours_BV, wanted_BV in zip((first_BV, second_BV), wanted, strict=True):
             if not close(ours_BV[row : row + 1], wanted_BV):
@@ -67,8 +94,8 @@ def decodes_together(loaded: Loaded) -> bool:
 class _Decoder:
     """Rows and their caches. One row has the model's own, several share padded ones."""
 
-    def __init__(self, loaded: Loaded, prompts: Sequence[Tokens]) -> None:
-        self.network, self.head = loaded.network, loaded.head
+    def __init__(self, loaded: Loaded, prompts: Sequence[Tokens], how: Decoding) -> None:
+        self.network, self.head, self.how = loaded.network, loaded.head, how
         longest = max(len(prompt) for prompt in prompts)
         padding = [longest - len(prompt) for prompt in prompts]
         tokens = np.zeros((len(prompts), longest), np.int32)
@@ -86,6 +113,9 @@ class _Decoder:
         else:  # the prompt's other positions need no logits
             hidden_BTD = hidden_states(self.network, tokens_BT, self.cache)
             logits_BV = self.head.logits(hidden_BTD[:, -1])
+        if self.how.bits and tokens_BT is self.prompt_BT:  # which was read from exact keys
+            rule = self.how.group_size, self.how.bits
+            self.cache = [cache.to_quantized(*rule) for cache in self.cache]
         return logits_BV
 
     def keep(self, rows: list[int]) -> None:
@@ -106,10 +136,8 @@ def _shared(cache: Any, padding: list[int]) -> Any:
 class _Group:
     """Rows decoded together; ended rows leave the batch."""
 
-    def __init__(
-        self, loaded: Loaded, prompts: list[Tokens], numbers: list[int], sampling: Sampling
-    ) -> None:
-        self.decoder, self.sampling, self.numbers = _Decoder(loaded, prompts), sampling, numbers
+    def __init__(self, decoder: _Decoder, numbers: list[int], sampling: Sampling) -> None:
+        self.decoder, self.sampling, self.numbers = decoder, sampling, numbers
         self.draws = {n: np.random.default_rng((sampling.seed, n)) for n in numbers}
         self.left = sampling.max_tokens
         # A GPU works on the token after the next one while the host looks at the next.
