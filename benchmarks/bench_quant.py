@@ -157,7 +157,7 @@ class Desk:
                     said if split == "train" else said[:9999]
                 )
 
-    def calibrate(self, job: Job, checkpoint: Tensors) -> Calibration:
+    def calibrate(self, job: Job, checkpoint: Tensors, *, large: bool = False) -> Calibration:
         """Read once for all settings that weigh inputs alike; the seconds count it once.
 
         Recovery uses the model up, and has one of its own.
@@ -165,7 +165,7 @@ class Desk:
         quantize = job.recipe.quantize
         by_loss = quantize.method == "best" and quantize.importance == "loss"
         if by_loss not in self.calibrations or quantize.recover_tokens:
-            made = calibrate(job, checkpoint)
+            made = calibrate(job, checkpoint, large=large)
             values = {f.name: getattr(made, f.name) for f in fields(made) if f.init}
             file = self.work / f"moments-{'loss' if by_loss else 'inputs'}-{TOKENS}.npz"
             self.calibrations = {by_loss: Stored(**values, file=file)}

@@ -79,7 +79,7 @@ def _drawn(model, batch, seed):
     with model._rows([batch]) as (rows,), torch.no_grad():
         hidden = hidden_states(model.network, rows.tokens_BT, **rows.extra)
         real = hidden.reshape(-1, hidden.shape[-1])[rows.real_N]
-        return fisher._predictions(real, model._head, torch.Generator().manual_seed(seed))[0]
+        return fisher.drawn_predictions(real, model._head, torch.Generator().manual_seed(seed))[0]
 
 
 def _observed(network, samples, drawn):

@@ -18,6 +18,7 @@ from pippin.data.batches import Sample
 from pippin.data.chat import tokenize
 from pippin.data.dataset import load_split
 from pippin.engines import load_engine
+from pippin.engines.torch.engine import TorchEngine, TorchModel
 from pippin.errors import DataError, ModelError
 from pippin.events import Event, Notice
 from pippin.job import Job
@@ -396,8 +397,6 @@ def test_weights_that_are_not_finite_are_named(place: Path, tmp_path: Path, name
 def test_a_linear_the_engine_does_not_see_is_named(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pippin.engines.torch.engine import TorchModel
-
     whole = TorchModel.loss_moments
 
     def blind(self: Any, *asked: Any) -> Any:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from pippin.data.batches import Batch
 from pippin.errors import Refusal
+from pippin.model.weights import Tensors
 from pippin.recipe import Lora, Train
 
 Tokens: TypeAlias = NDArray[np.int32]
@@ -186,6 +187,29 @@ class Recoverer(Protocol):
 
         One update a batch; the last eighth of them is held out. The model is the quantized one
         afterwards. Raises ModelError where it has no head of its own formula.
+        """
+        ...
+
+
+class Observed(Protocol):
+    """A model that can be calibrated on, if nothing else."""
+
+    def input_moments(
+        self, batches: Sequence[Batch], names: Collection[str] | None = None
+    ) -> dict[str, NDArray[np.float32]]:
+        """As Model.input_moments."""
+        ...
+
+
+@runtime_checkable
+class LayerLoader(Protocol):
+    """What some engines can do besides: calibrate in the memory of one decoder layer."""
+
+    def load_layers(self, weights: Tensors, dtype: str, scratch: Path) -> Observed | None:
+        """A model whose layers are read when it is their turn; None where it has none such.
+
+        Moments are to be asked for layer by layer: of inputs from the first layer on, of the loss
+        (it is a LossWeigher then) from the head down. `scratch` is a folder for hidden states.
         """
         ...
 

@@ -5,7 +5,7 @@ Shape letters: I input features.
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from pippin.data.batches import Batch, Sample, single_batches
 from pippin.data.chat import tokenize
 from pippin.data.dataset import load_split
-from pippin.engines import LossWeigher, Model
+from pippin.engines import LayerLoader, LossWeigher, Observed
 from pippin.errors import DataError, ModelError
 from pippin.job import Job
 from pippin.model import names
@@ -25,6 +25,7 @@ from pippin.model.weights import Tensors, is_finite, row_chunks
 from pippin.quantizers import CALIBRATED
 from pippin.quantizers.choices import Choice
 from pippin.quantizers.hessian import Hessian
+from pippin.stages.checkpoints import work_folder
 from pippin.stages.coding import refuse_infinite
 from pippin.stages.loading import open_engine
 
@@ -40,17 +41,20 @@ _PLAIN_BITS = 8
 class Calibration:
     """A loaded model and its weights, the rows it reads, and how many tokens they have.
 
+    `by_layer` says that the model is read layer by layer: `in_layers` is the order to ask in.
+
     With `by_loss` a token counts by its part in the predictions, which `seed` draws. `further` are
     rows for recovery, where it is asked for.
     """
 
-    model: Model
+    model: Observed
     checkpoint: Tensors
     batches: list[Batch]
     rows: int
     tokens: int
     notices: tuple[str, ...]
     by_loss: bool = False
+    by_layer: bool = False
     seed: int = 0
     further: tuple[Sample, ...] = ()
     _read: tuple[frozenset[str], dict[str, NDArray[np.float32]]] = field(
@@ -109,10 +113,11 @@ class Calibration:
         )
 
 
-def calibrate(job: Job, checkpoint: Tensors) -> Calibration:
+def calibrate(job: Job, checkpoint: Tensors, *, large: bool = False) -> Calibration:
     """Load the model that is quantized and draw rows for it from the training split.
 
-    `checkpoint` are its weights; an adapter among the job's inputs is loaded with its base.
+    `checkpoint` are its weights; an adapter among the job's inputs is loaded with its base. A
+    `large` model is read layer by layer, where the engine can.
 
     Raises DataError where there is none.
     """
@@ -129,12 +134,14 @@ def calibrate(job: Job, checkpoint: Tensors) -> Calibration:
     more = draw(tokenized.samples, asked_tokens + recipe.quantize.recover_tokens, recipe.seed)
     tokens = sum(len(sample.tokens) for sample in samples)
     longest = max(len(sample.tokens) for sample in samples)
-    model = open_engine(recipe.model).load(folder, recipe.model.dtype, job.inputs.get("adapter"))
+    model, by_layer = _load(job, checkpoint, large)
     asked = CALIBRATED[recipe.quantize.method].by_loss and recipe.quantize.importance == "loss"
     by_loss = asked and isinstance(model, LossWeigher)
     notices = _notices(samples, tokens, asked_tokens)
     if asked and not by_loss:
         notices += (f"engine {recipe.model.engine} has no gradients of inputs: all count alike",)
+    if by_layer:
+        notices += ("the model is read one decoder layer at a time",)
     batch_tokens = _BACKWARD_TOKENS if by_loss else _BATCH_TOKENS
     return Calibration(
         model=model,
@@ -144,9 +151,21 @@ def calibrate(job: Job, checkpoint: Tensors) -> Calibration:
         tokens=tokens,
         notices=notices,
         by_loss=by_loss,
+        by_layer=by_layer,
         seed=recipe.seed,
         further=tuple(more[len(samples) :]),
     )
+
+
+def _load(job: Job, checkpoint: Tensors, large: bool) -> tuple[Observed, bool]:
+    """The model, and whether it is read layer by layer."""
+    asked, folder = job.recipe.model, job.inputs["model"]
+    engine = open_engine(asked)
+    if large and isinstance(engine, LayerLoader):
+        layers = engine.load_layers(checkpoint, asked.dtype, work_folder(job.folder))
+        if layers is not None:
+            return layers, True
+    return engine.load(folder, asked.dtype, job.inputs.get("adapter")), False
 
 
 def draw(samples: list[Sample], tokens: int, seed: int) -> list[Sample]:
@@ -187,6 +206,19 @@ def passes(
         held += size
     if part:
         yield part
+
+
+def in_layers(parts: Iterable[dict[str, str]], *, back: bool) -> Iterator[dict[str, str]]:
+    """The same tensors by layer, in the order in which a layered model has their moments.
+
+    `back` from the head down, else from the first layer to the head.
+    """
+    layers: dict[float, dict[str, str]] = {}
+    for part in parts:
+        for name, linear in part.items():
+            number = names.layer(name)
+            layers.setdefault(math.inf if number is None else number, {})[name] = linear
+    yield from (layers[number] for number in sorted(layers, reverse=back))
 
 
 def _linear(name: str, choice: Choice, config: ModelConfig) -> str | None:

@@ -23,7 +23,7 @@ from pippin.quantizers import CALIBRATED
 from pippin.quantizers.awq import Folding
 from pippin.quantizers.choices import Choice, choose_all, layout_specs, quantized_config
 from pippin.recipe import Quantize
-from pippin.stages.calibration import Calibration, calibrate, passes
+from pippin.stages.calibration import Calibration, calibrate, in_layers, passes
 from pippin.stages.checkpoints import work_folder
 from pippin.stages.coding import Coder, Row
 from pippin.stages.folding import fold
@@ -127,7 +127,12 @@ def _plan(job: Job, source: Source, choices: dict[str, Choice]) -> _Work:
         parts = tuple(passes(source.tensors, choices, source.config, memory.MOMENTS))
     if not parts:
         return _Work(choices=choices)
-    calibration = calibrate(job, source.tensors)
+    # Where moments take several passes, a layer at a time is less work and less memory. Recovery
+    # needs the whole model.
+    large = len(parts) > 1 and not settings.recover_tokens
+    calibration = calibrate(job, source.tensors, large=large)
+    if calibration.by_layer:
+        parts = tuple(in_layers(parts, back=calibration.by_loss))
     notices, summary, folding = [*calibration.notices], dict[str, Any](), Folding()
     tuned = updates(calibration, job.recipe.model.engine) if settings.recover_tokens else []
     if settings.budget:

@@ -28,17 +28,22 @@ def find_head(network: PreTrainedModel) -> Head | None:
 
     The formula is tried on a few tokens: no list of architectures decides.
     """
+    head = plain_head(network)
+    return head if head is not None and _agrees(network, head) else None
+
+
+def plain_head(network: PreTrainedModel) -> Head | None:
+    """The same, untried; None where the head is no linear."""
     linear = network.get_output_embeddings()
     if not isinstance(linear, nn.Linear):
         return None
     config = network.config.get_text_config()
-    head = Head(
+    return Head(
         weight_VD=linear.weight,
         bias_V=linear.bias,
         scale=_scale(config),
         softcap=getattr(config, "final_logit_softcapping", None),
     )
-    return head if _agrees(network, head) else None
 
 
 def _scale(config: Any) -> float:

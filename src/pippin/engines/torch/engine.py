@@ -20,6 +20,7 @@ from pippin.engines.torch import device as devices
 from pippin.engines.torch.body import find_head
 from pippin.engines.torch.fisher import loss_moments
 from pippin.engines.torch.generate import generate
+from pippin.engines.torch.layered import LayeredModel, load_layered
 from pippin.engines.torch.load import Ways, load_network
 from pippin.engines.torch.lora import add_adapter, add_to_embedding
 from pippin.engines.torch.moments import input_moments
@@ -30,6 +31,7 @@ from pippin.engines.torch.rows import Rows
 from pippin.engines.torch.score import logprobs, topk
 from pippin.engines.torch.trainer import TorchTrainer
 from pippin.errors import ModelError
+from pippin.model.weights import Tensors
 from pippin.recipe import Lora, Train
 
 
@@ -56,6 +58,14 @@ class TorchEngine:
         if adapter is not None:
             _add_saved_adapter(network, adapter)
         return TorchModel(network, checkpoint)
+
+    def load_layers(self, weights: Tensors, dtype: str, scratch: Path) -> LayeredModel | None:
+        """A model read one decoder layer at a time; hidden states go to files in `scratch`.
+
+        None where it cannot be taken apart.
+        """
+        picked = devices.pick_dtype(dtype, self._device)
+        return load_layered(weights, picked, self._device, scratch)
 
     def device(self) -> str:
         """The device in words, e.g. `cpu (2 cores)`."""

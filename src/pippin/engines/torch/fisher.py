@@ -26,7 +26,7 @@ from pippin.engines.torch.rows import Rows
 TINY = torch.finfo(torch.float32).tiny
 
 
-class _Collector:
+class Weigher:
     """Sums w x x^T by linear, in the backward pass."""
 
     def __init__(self) -> None:
@@ -59,6 +59,10 @@ class _Collector:
         root_N = root_N * (weight_N.mean() / root_N.mean().clamp(min=TINY))
         add_upper(self.sums[name], x_ND * root_N.sqrt()[:, None])
 
+    def moments(self) -> dict[str, NDArray[np.float32]]:
+        """The sums by linear, on the host; the weigher's own are spent."""
+        return {name: whole(total) for name, total in self.sums.items()}
+
 
 def loss_moments(
     network: PreTrainedModel,
@@ -71,7 +75,7 @@ def loss_moments(
 
     The head's own moments need `head`, its formula.
     """
-    collector, draw = _Collector(), torch.Generator(network.device).manual_seed(seed)
+    collector, draw = Weigher(), torch.Generator(network.device).manual_seed(seed)
     own = network.get_output_embeddings()
     asked = {n: m for n, m in network.named_modules() if names is None or n in names}
     linears = {n: m for n, m in asked.items() if isinstance(m, nn.Linear | LoraLinear)}
@@ -86,16 +90,16 @@ def loss_moments(
                 logits_loss(logits_NV, _draw(logits_NV.detach(), draw)[0]).backward()
                 continue
             hidden_ND = collector.real(hidden_states(network, rows.tokens_BT, **rows.extra))
-            targets_N, weight_N = _predictions(hidden_ND.detach(), head, draw)
+            targets_N, weight_N = drawn_predictions(hidden_ND.detach(), head, draw)
             head_loss(hidden_ND, targets_N, head).backward()
             if head_name is not None:
                 collector.add(head_name, hidden_ND.detach().float(), weight_N)
-    return {name: whole(total) for name, total in collector.sums.items()}
+    return collector.moments()
 
 
 @contextlib.contextmanager
 def _watched(
-    network: PreTrainedModel, linears: dict[str, nn.Module], collector: _Collector
+    network: PreTrainedModel, linears: dict[str, nn.Module], collector: Weigher
 ) -> Generator[None]:
     """Weights are frozen: what the embedding gives is the first that gradients reach."""
     embedding: Any = network.get_input_embeddings()
@@ -110,7 +114,9 @@ def _watched(
 
 
 @torch.no_grad()
-def _predictions(hidden_ND: Tensor, head: Head, draw: torch.Generator) -> tuple[Tensor, Tensor]:
+def drawn_predictions(
+    hidden_ND: Tensor, head: Head, draw: torch.Generator
+) -> tuple[Tensor, Tensor]:
     """A next token drawn for every hidden state, and the weight of the logits there."""
     parts = [_draw(head.logits(chunk_CD), draw) for chunk_CD in hidden_ND.split(head.chunk)]
     return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])

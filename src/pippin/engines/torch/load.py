@@ -1,6 +1,7 @@
 """A Hugging Face folder as a transformers model: safetensors only, strict, one copy in memory."""
 
 import contextlib
+import copy
 from collections.abc import Collection, Generator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +15,12 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils import logging
 
+from pippin.engines.torch.body import body
 from pippin.engines.torch.packed import pack, packable
 from pippin.errors import ModelError, first_line
 from pippin.model import names
 from pippin.model.quantized import DenseView
+from pippin.model.weights import Tensors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +60,33 @@ def load_network(
     if view is not None:
         pack(network, view, kernels)
     return network.eval().requires_grad_(False)
+
+
+def empty_network(folder: Path, dtype: torch.dtype) -> PreTrainedModel | None:
+    """The folder's network without weights, its layers on the meta device; None for none such.
+
+    What stands outside of the layers has memory and random weights.
+    """
+    config = _read_config(folder, remote_code=False)
+    kind, text = _model_class(folder, config), config.get_text_config()
+    for key in ("quantization", "quantization_config"):
+        config.__dict__.pop(key, None)
+    made = {"dtype": dtype, **_attention(config, Ways())}
+    with torch.device("meta"):
+        whole = kind._from_config(config, **made)
+    if not hasattr(body(whole), "layers"):
+        return None
+    without, count = copy.deepcopy(config), text.num_hidden_layers
+    without.get_text_config().num_hidden_layers = 0
+    network = kind._from_config(without, **made)
+    body(network).layers = body(whole).layers
+    without.get_text_config().num_hidden_layers = count
+    return network
+
+
+def read_tensor(weights: Tensors, name: str) -> Tensor:
+    """A tensor in its stored dtype, in memory of its own."""
+    return _tensor(weights.read(name))
 
 
 def _read_config(folder: Path, remote_code: bool) -> Any:

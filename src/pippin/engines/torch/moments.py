@@ -20,7 +20,7 @@ from pippin.engines.torch.rows import Rows
 _STRIP = 256
 
 
-class _Collector:
+class Collector:
     """Sums X^T X by linear. Neighbours that read the same tensor share one sum."""
 
     def __init__(self) -> None:
@@ -46,6 +46,11 @@ class _Collector:
             self.sums[name] = torch.zeros((width, width), dtype=x_ND.dtype, device=x_ND.device)
         add_upper(self.sums[name], x_ND)
 
+    def moments(self) -> dict[str, NDArray[np.float32]]:
+        """The sums by linear, on the host; the collector's own are spent."""
+        sums = {name: whole(total) for name, total in self.sums.items()}
+        return {name: sums[owner] for name, owner in self.owner.items()}
+
 
 def add_upper(sum_DD: Tensor, x_ND: Tensor) -> None:
     """Add X^T X on and right of the diagonal, in strips of rows: little more than half the work."""
@@ -69,7 +74,7 @@ def input_moments(
 
     With `names`, of those linears alone.
     """
-    collector = _Collector()
+    collector = Collector()
     linears = {
         n: m
         for n, m in network.named_modules()
@@ -86,5 +91,4 @@ def input_moments(
     finally:
         for handle in handles:
             handle.remove()
-    sums = {name: whole(total) for name, total in collector.sums.items()}
-    return {name: sums[owner] for name, owner in collector.owner.items()}
+    return collector.moments()
