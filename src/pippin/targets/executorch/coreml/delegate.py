@@ -14,18 +14,19 @@ from pippin.targets.executorch.coreml.parts import CoreMlDelegateParts
 from pippin.targets.executorch.coreml.runtime import EmbeddedModel
 from pippin.targets.executorch.delegated import Delegate
 from pippin.targets.folder import Folder
+from pippin.targets.gate import Limits
 from pippin.targets.guide import Guide
 
 
 def delegate() -> Delegate:
     """Core ML: the whole program in one piece, or an error."""
     return Delegate(
-        target="executorch-coreml",
         backend="coreml",
         runtime="its Core ML program in numpy, rounded to float16: Core ML itself was not run",
         # Activations are rounded to float16 after every operator.
-        max_kl=0.01,
-        min_top1=0.95,
+        limits=Limits(
+            target="executorch-coreml", max_kl=0.01, min_top1=0.95, tokens=24, stepped=2, greedy=4
+        ),
         subgraphs=1,
         full_calls=False,
         masked=True,

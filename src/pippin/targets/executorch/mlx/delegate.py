@@ -12,18 +12,17 @@ from pippin.targets.executorch import lowering
 from pippin.targets.executorch.delegated import Delegate
 from pippin.targets.executorch.mlx.schema import provide_schema
 from pippin.targets.folder import Folder
+from pippin.targets.gate import Limits
 from pippin.targets.guide import Guide
 
 
 def delegate() -> Delegate:
     """MLX: the whole program in one piece, or an error."""
     return Delegate(
-        target="executorch-mlx",
         backend="mlx",
         runtime="its MLX bytecode in PyTorch, in float32: MLX itself was not run",
         # The same codes and float32 on both sides.
-        max_kl=1e-4,
-        min_top1=0.98,
+        limits=Limits(target="executorch-mlx", max_kl=1e-4, min_top1=0.98, tokens=48),
         subgraphs=1,
         full_calls=True,
         masked=False,

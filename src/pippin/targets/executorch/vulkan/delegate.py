@@ -11,18 +11,19 @@ from pippin.targets.executorch import lowering
 from pippin.targets.executorch.delegated import Delegate
 from pippin.targets.executorch.vulkan.parts import VulkanParts
 from pippin.targets.folder import Folder
+from pippin.targets.gate import Limits
 from pippin.targets.guide import Guide
 
 
 def delegate() -> Delegate:
     """Vulkan: the whole program in one piece, or an error."""
     return Delegate(
-        target="executorch-vulkan",
         backend="vulkan",
         runtime="nothing here: its program was run in PyTorch before Vulkan's own compiler",
-        # The same codes and float32 on both sides.
-        max_kl=1e-4,
-        min_top1=0.98,
+        # The same codes and float32 on both sides; every step expands all of them.
+        limits=Limits(
+            target="executorch-vulkan", max_kl=1e-4, min_top1=0.98, prompts=3, tokens=16, greedy=4
+        ),
         subgraphs=1,
         full_calls=True,
         masked=False,
