@@ -104,11 +104,15 @@ def test_only_scored_positions_count(start, samples, pack):
     assert trainer.loss(answers)[0] < trainer.loss(whole)[0]
 
 
-@pytest.mark.parametrize("head_chunk", [1 << 26, 1])
+@pytest.mark.parametrize(("head_chunk", "kernel"), [(1 << 26, False), (1, False), (1, True)])
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "cohere"])
-def test_the_chunked_loss_is_autograds(start, samples, pack, monkeypatch, kind, head_chunk):
-    """Against MLX's own gradient through the model's own logits; 16 positions are one chunk."""
+def test_the_chunked_loss_is_autograds(start, samples, pack, monkeypatch, kind, head_chunk, kernel):
+    """Against MLX's own gradient through the model's own logits; 16 positions are one chunk.
+
+    Where a GPU has a kernel, a CPU has the same function in float32.
+    """
     monkeypatch.setattr("pippin.engines.mlx.body.CHUNK_BYTES", head_chunk)
+    monkeypatch.setattr("pippin.engines.mlx.loss.has_kernel", lambda: kernel)
     batches = [pack([[sample[:4] for sample in samples]])]
     ours, plain = (start(lora=None, kind=kind) for _ in range(2))
     plain.head = None

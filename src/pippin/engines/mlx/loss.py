@@ -3,6 +3,7 @@
 Shape letters: S scored positions, D hidden, V vocabulary, C positions of one chunk.
 """
 
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -66,6 +67,8 @@ def _chunks(
 
 def _chunk(products_CV: mx.array, target_C1: mx.array, head: Head) -> tuple[mx.array, mx.array]:
     """The chunk's summed loss and its gradient with respect to the products."""
+    if has_kernel():
+        return _chunk_by_kernel(products_CV, target_C1, head)
     logits_CV = head.finish(products_CV)
     top_C1 = logits_CV.max(axis=1, keepdims=True)
     powers_CV = exp(logits_CV - top_C1)  # once: it is the slowest thing here
@@ -75,6 +78,22 @@ def _chunk(products_CV: mx.array, target_C1: mx.array, head: Head) -> tuple[mx.a
     hit_CV = mx.arange(head.vocab)[None] == target_C1
     d_CV = (powers_CV / sum_C1 - hit_CV) * head.slope(logits_CV)
     return loss, d_CV.astype(products_CV.dtype)
+
+
+def has_kernel() -> bool:
+    """Whether MLX has the loss in one kernel; its CPU adds up in the logits' own dtype instead."""
+    return mx.default_device() != mx.cpu
+
+
+def _chunk_by_kernel(
+    products_CV: mx.array, target_C1: mx.array, head: Head
+) -> tuple[mx.array, mx.array]:
+    plain = head.scale == 1.0 and head.softcap is None
+    logits_CV = products_CV if plain else head.finish(products_CV)
+    loss_C = partial(mx.fast.cross_entropy, targets=target_C1[:, 0])
+    (losses_C,), (d_CV,) = mx.vjp(loss_C, [logits_CV], [mx.ones(len(target_C1))])
+    d_CV = d_CV if plain else d_CV * head.slope(logits_CV)
+    return losses_C.sum(), d_CV.astype(products_CV.dtype)
 
 
 def logits_loss(logits_SV: mx.array, targets_S: mx.array) -> mx.array:
