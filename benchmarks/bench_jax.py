@@ -133,7 +133,7 @@ def train(name: str, folder: Path) -> dict[str, Any]:
         scored = np.arange(length) > 0
         batch = lay_out([[Sample(tokens=t, scored=scored, row=0) for t in drawn]], ROW)
         clocks.append(time.process_time())
-        result = trainer.step([batch], 1e-3)
+        result = trainer.step([batch], 1e-4)
         losses.append(result.loss_sum / result.tokens)
     spent = np.diff([*clocks, time.process_time()])[WARM:]
     return {

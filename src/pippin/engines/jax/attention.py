@@ -73,7 +73,11 @@ def cudnn_attention(spec: Spec, segments_BT: Array, window: Array) -> Attend:
     def attend(q: Array, k: Array, v: Array) -> Array:
         wide = (jnp.pad(x, ((0, 0), (0, tokens), (0, 0), (0, channels))) for x in (q, k, v))
         out = jax.nn.dot_product_attention(
-            *wide, mask=seen_BTS[:, None], scale=spec.scale, implementation="cudnn"
+            *wide,
+            mask=seen_BTS[:, None],
+            is_causal=True,  # the mask says so too, but the kernel skips what this leaves out
+            scale=spec.scale,
+            implementation="cudnn",
         )
         return out[:, :length, :, : spec.head_dim]
 

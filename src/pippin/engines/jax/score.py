@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from pippin.engines import Tokens, TopK
 from pippin.engines.jax.architecture import Spec
-from pippin.engines.jax.decoder import Net, Rows, head_weight, hidden_states, logits
+from pippin.engines.jax.attention import has_cudnn
+from pippin.engines.jax.decoder import How, Net, Rows, head_weight, hidden_states, logits
 from pippin.engines.jax.loss import chunk_size
 from pippin.engines.jax.rows import bucket, padded, power_of_two
 
@@ -40,18 +41,20 @@ def topk(
     given = np.zeros((*shape, 0 if ids_BTK is None else ids_BTK.shape[-1]), np.int32)
     if ids_BTK is not None:
         given[:rows, :columns] = ids_BTK
-    found = _topk(spec, k, net, padded(tokens_BT, *shape), given)
+    embed = net.params["embed"]
+    how = How(cudnn=has_cudnn(spec, str(embed.dtype), next(iter(embed.devices()))))
+    found = _topk((spec, k, how), net, padded(tokens_BT, *shape), given)
     ids, scores = (np.asarray(a)[:rows, :columns] for a in found)
     return TopK(ids_BTK=ids, logprobs_BTK=scores)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def _topk(spec: Spec, k: int, net: Net, *arrays: Any) -> tuple[Array, Array]:
+@partial(jax.jit, static_argnums=0)
+def _topk(asked: tuple[Spec, int, How], net: Net, *arrays: Any) -> tuple[Array, Array]:
     """Padding on the right is never looked at: one segment a row."""
-    tokens_BT, given_BTK = arrays
+    (spec, k, how), (tokens_BT, given_BTK) = asked, arrays
     positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
     rows = Rows(tokens_BT, positions_BT, jnp.ones_like(tokens_BT))
-    hidden_BTD = hidden_states(spec, net, rows)
+    hidden_BTD = hidden_states(spec, net, rows, how)
     size = min(chunk_size(spec), tokens_BT.size)
 
     def chunks(array: Array) -> Array:
