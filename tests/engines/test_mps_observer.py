@@ -28,7 +28,7 @@ def rules():
 
 @pytest.fixture
 def leaving(rules):
-    """An operator that says it leaves the device, as MPS's fallback does; the CPU's are not met."""
+    """An operator that says it leaves the device, as MPS's fallback does, beside an absent one."""
 
     def leave(x):
         warnings.warn(
@@ -41,6 +41,8 @@ def leaving(rules):
     library = Library("pippin_observer", "DEF")
     library.define("leaving(Tensor x) -> Tensor")
     library.impl("leaving", leave, "Meta")
+    library.define("absent(Tensor x) -> Tensor")
+    library.impl("absent", torch.clone, "CPU")
     yield torch.ops.pippin_observer.leaving
     library._destroy()
 
@@ -55,11 +57,14 @@ def test_what_runs_is_native(rules):
     assert "aten.add.Tensor" not in watched.report.operators
 
 
-def test_what_the_dispatcher_lacks_is_unsupported(rules):
-    with Observer(rules, device="meta") as watched, pytest.raises(NotImplementedError):
-        torch.ones(3, device="meta").nonzero()
+def test_what_the_dispatcher_lacks_is_unsupported(rules, leaving):
+    with Observer(rules, device="meta") as watched, pytest.raises(RuntimeError):
+        torch.ops.pippin_observer.absent(torch.ones(3, device="meta"))
     (offence,) = watched.report.offences()
-    assert (offence.operator, offence.verdict.kind) == ("aten.nonzero.default", "unsupported")
+    assert (offence.operator, offence.verdict.kind) == (
+        "pippin_observer.absent.default",
+        "unsupported",
+    )
     assert offence.verdict.remedy
     assert "test_mps_observer.py:" in offence.where
 

@@ -17,7 +17,9 @@ from pippin.engines.torch.mps.tags import dtypes, tensors
 from pippin.engines.torch.mps.verdicts import NATIVE, Report, Verdict
 
 FALLS_BACK = re.compile(r"fall back to run on the CPU|falling back to (?:run on )?(?:the )?CPU")
-MISSING = re.compile(r"not (?:currently )?implemented for|Could not run|not supported (?:on|for)")
+MISSING = re.compile(
+    r"not (?:currently )?implemented for|Could not run|not supported (?:on|for)|kernel registered"
+)
 
 
 class Observer(TorchDispatchMode):
@@ -59,7 +61,7 @@ class Observer(TorchDispatchMode):
             warnings.simplefilter("always")
             try:
                 out = func(*args, **kwargs)
-            except (NotImplementedError, RuntimeError, TypeError) as error:
+            except (RuntimeError, TypeError) as error:
                 self._add(func, (args, kwargs), _refused(error))
                 raise
         self._judge(func, args, kwargs, [str(w.message) for w in told])
@@ -87,7 +89,7 @@ class Observer(TorchDispatchMode):
 
 def _refused(error: Exception) -> Verdict:
     text = _line(str(error))
-    if isinstance(error, NotImplementedError) or MISSING.search(text):
+    if MISSING.search(text):
         slow = "PYTORCH_ENABLE_MPS_FALLBACK=1 runs it on the CPU, slowly"
         return Verdict(kind="unsupported", why=text, remedy=slow)
     if isinstance(error, TypeError) and "dtype" in text:
