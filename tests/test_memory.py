@@ -142,11 +142,19 @@ def test_calibration_by_hand():
     layer = memory.layer_activations(shape, 2048, 2)
     weights = 2 * memory.parameters(shape)
     found = memory.calibrate_bytes(shape, 2, 2048)
-    assert found == weights + moments + layer + 28 * 1536**2
+    assert found == weights + moments + layer + 20 * 1536**2
     wide = config({**SMOL, "intermediate_size": 15360})
     room = memory.calibrate_bytes(wide, 2, 2048) - 2 * memory.parameters(wide)
-    rest = memory.layer_activations(wide, 2048, 2) + 28 * 15360**2
+    rest = memory.layer_activations(wide, 2048, 2) + 20 * 15360**2
     assert room == memory.MOMENTS + rest
+
+
+def test_calibration_layer_by_layer_by_hand():
+    shape = config(SMOL)
+    linears = sum(i * o for i, o in memory.linear_shapes(shape).values())
+    held = 2 * (linears + 49152 * 576 + 8192 * 576) + 4 * (6 * 576**2 + 1536**2)
+    layer = memory.layer_activations(shape, 1024, 2)
+    assert memory.layered_bytes(shape, 2, (1024, 8192)) == held + layer + 20 * 1536**2
 
 
 def test_quantized_size_by_hand():

@@ -211,21 +211,25 @@ class Forecast:
         )
 
     def quantize(self) -> Need:
-        """One tensor, and the model with its moments where it is calibrated; codes on disk."""
+        """One tensor, and what calibration holds; codes on disk."""
         needed = memory.quantize_bytes(self.facts.config, 2) + self.overhead // 2
         if self.recipe.quantize.method in CALIBRATED:
-            read = memory.calibrate_bytes(self.facts.config, self.itemsize, CALIBRATION_TOKENS)
-            needed += read + self._backward() + FRAMEWORK // 2
+            needed += self._calibrate() + FRAMEWORK // 2
         return Need(memory=needed, disk=self._quantized())
 
-    def _backward(self) -> int:
-        """What every layer keeps, where inputs are weighed by the loss: half the tokens at once."""
-        asked = self.recipe.quantize
-        if (asked.method, asked.importance) != ("best", "loss"):
-            return 0
-        tokens = CALIBRATION_TOKENS // 2
-        kept = memory.activations(self.facts.config, tokens, self.itemsize, checkpointing=False)
-        return kept + memory.loss_bytes(self.facts.config, tokens, self.itemsize)
+    def _calibrate(self) -> int:
+        """The model with its moments, or a layer with its own where moments take several passes."""
+        asked, config = self.recipe.quantize, self.facts.config
+        by_loss = CALIBRATED[asked.method].by_loss and asked.importance == "loss"
+        tokens = CALIBRATION_TOKENS // 2 if by_loss else CALIBRATION_TOKENS
+        back = memory.loss_bytes(config, tokens, self.itemsize) if by_loss else 0
+        large = memory.moment_bytes(config) > memory.MOMENTS and not asked.recover_tokens
+        if large and self.recipe.model.engine == "torch":
+            both = (tokens, asked.calibration_tokens)
+            return memory.layered_bytes(config, self.itemsize, both) + back
+        if by_loss:
+            back += memory.activations(config, tokens, self.itemsize, checkpointing=False)
+        return memory.calibrate_bytes(config, self.itemsize, CALIBRATION_TOKENS) + back
 
     def evaluate(self) -> Need:
         """The dense model in the evaluation's dtype, a batch of rows, the answers' cache."""

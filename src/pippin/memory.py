@@ -127,15 +127,35 @@ def quantize_bytes(shape: Shape, itemsize: int) -> int:
 
 
 def calibrate_bytes(shape: Shape, itemsize: int, tokens: int) -> int:
-    """Weights, a pass's moments, one layer's activations, and the widest Hessian being made ready.
+    """Weights, their moments, one layer's activations, and the widest Hessian being made ready.
 
-    P b + min(4 L (sum of I^2), MOMENTS) + layer(n) + 28 I^2: the Hessian scaled, in the order of
-    rounding and its factor in float32, two of them in float64 meanwhile.
+    P b + min(4 L (sum of I^2), MOMENTS) + layer(n) + 20 I^2: the Hessian scaled, in the order of
+    rounding and its factor in float32, and the factor in float64 meanwhile.
     """
-    inputs = [i for i, _ in linear_shapes(shape).values()]
-    moments = 4 * shape.num_layers * sum(i * i for i in inputs)
+    moments = min(moment_bytes(shape), MOMENTS)
     layer = layer_activations(shape, tokens, itemsize)
-    return parameters(shape) * itemsize + min(moments, MOMENTS) + layer + 28 * max(inputs) ** 2
+    return parameters(shape) * itemsize + moments + layer + _ready(shape)
+
+
+def layered_bytes(shape: Shape, itemsize: int, tokens: tuple[int, int]) -> int:
+    """The same where layers are read in turn: `tokens` of a batch, and of all batches.
+
+    Embedding, head, one layer and its moments, all tokens' hidden states, 20 I^2.
+    """
+    layer = sum(i * o for i, o in linear_shapes(shape).values())
+    tables = shape.vocab_size * shape.hidden_size * (1 if shape.tied_embeddings else 2)
+    held = (layer + tables + tokens[1] * shape.hidden_size) * itemsize
+    moments = moment_bytes(shape) // shape.num_layers
+    return held + moments + layer_activations(shape, tokens[0], itemsize) + _ready(shape)
+
+
+def moment_bytes(shape: Shape) -> int:
+    """Float32 sums X^T X of all linears' inputs: 4 L (sum of I^2)."""
+    return 4 * shape.num_layers * sum(i * i for i, _ in linear_shapes(shape).values())
+
+
+def _ready(shape: Shape) -> int:
+    return 20 * max(i for i, _ in linear_shapes(shape).values()) ** 2
 
 
 def quantized_size(shape: Shape, grids: tuple[tuple[int, int], tuple[int, int]]) -> int:

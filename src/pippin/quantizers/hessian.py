@@ -14,6 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 DAMPING = 0.01
+# Rows and columns that are factored at once.
+_BLOCK = 512
 
 
 class Hessian:
@@ -52,10 +54,12 @@ class Hessian:
         from the inverse of H (QuIP, https://arxiv.org/abs/2307.13304, theorem 6); this way around
         nothing is inverted.
         """
-        lower_II = _cholesky(self.ordered[::-1, ::-1])
-        factor_II = lower_II[::-1, ::-1]
-        feedback_II = (factor_II / factor_II.diagonal()).T
-        return np.ascontiguousarray(feedback_II.astype(np.float32))
+        factor_II = _cholesky(self.ordered[::-1, ::-1])[::-1, ::-1]
+        feedback_II = np.empty(factor_II.shape, np.float32)
+        for start in range(0, len(factor_II), _BLOCK):
+            block = slice(start, start + _BLOCK)
+            feedback_II[block] = (factor_II[:, block] / factor_II.diagonal()[block]).T
+        return feedback_II
 
     def of_inputs_over(self, scale_I: NDArray[np.float32]) -> "Hessian":
         """That of the same inputs, each divided by its scale (I,)."""
@@ -72,10 +76,27 @@ class Hessian:
 
 
 def _cholesky(matrix_II: NDArray[Any]) -> NDArray[np.float64]:
-    """More damping where rounding of the moments left a negative eigenvalue."""
-    matrix_II, extra = matrix_II.astype(np.float64), 0.0
+    """The lower factor; more damping where rounding of the moments left a negative eigenvalue."""
+    extra = 0.0
     while True:
+        lower_II = matrix_II.astype(np.float64)
+        lower_II[np.diag_indices_from(lower_II)] += extra
         try:
-            return np.linalg.cholesky(matrix_II + extra * np.eye(len(matrix_II)))
+            _factor(lower_II)
         except np.linalg.LinAlgError:
             extra = max(10 * extra, DAMPING)
+        else:
+            return lower_II
+
+
+def _factor(lower_II: NDArray[np.float64]) -> None:
+    """Cholesky's factor in the matrix's own place: numpy would hold three of them."""
+    for start in range(0, len(lower_II), _BLOCK):
+        stop = start + _BLOCK
+        own = slice(start, stop)
+        lower_II[own, own] = np.linalg.cholesky(lower_II[own, own])
+        lower_II[own, stop:] = 0
+        lower_II[stop:, own] = np.linalg.solve(lower_II[own, own], lower_II[stop:, own].T).T
+        for first in range(stop, len(lower_II), _BLOCK):
+            others = slice(first, first + _BLOCK)
+            lower_II[first:, others] -= lower_II[first:, own] @ lower_II[others, own].T
