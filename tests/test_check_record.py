@@ -125,10 +125,17 @@ def test_findings_end_with_the_version(recipe, monkeypatch):
     assert recall("torch", "mps") == []
 
 
-def test_a_damaged_record_is_none(recipe, tmp_path):
-    record("torch", "mps", [LOST])
-    (tmp_path / "cache" / "check-torch-mps.json").write_text("{")
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"version": 1, "wrong": [{"x": 1}]}'])
+def test_a_damaged_record_is_none(recipe, tmp_path, text):
+    assert record("torch", "mps", [LOST]) is None
+    (tmp_path / "cache" / "check-torch-mps.json").write_text(text)
     assert recall("torch", "mps") == []
+
+
+def test_a_record_that_cannot_be_kept_is_told(recipe, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PIPPIN_CACHE", str(tmp_path / "file"))
+    assert record("torch", "mps", [LOST]) == str(tmp_path / "file" / "check-torch-mps.json")
 
 
 def test_the_plan_heeds_it(recipe):

@@ -14,12 +14,13 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pippin"
 
 
-def write_cached(path: Path, text: str) -> None:
-    """Write whole or not at all; a folder that cannot be written leaves nothing cached."""
+def write_cached(path: Path, text: str) -> bool:
+    """Write whole or not at all; whether it was, as a folder may be one that cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f"{path.name}.{os.getpid()}")
         partial.write_text(text)
         partial.replace(path)
     except OSError:
-        return
+        return False
+    return True

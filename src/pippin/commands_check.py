@@ -129,10 +129,15 @@ def _probe(checkup: "Checkup", mode: str) -> None:
     from pippin.check.record import record
     from pippin.console import Console
     from pippin.errors import GateError
+    from pippin.events import Notice
     from pippin.machine import find_machine
 
-    findings = Console(mode=mode).probes(checkup.run())
-    record(checkup.engine, find_machine().device(checkup.device, checkup.engine), findings)
+    console = Console(mode=mode)
+    findings = console.probes(checkup.run())
+    device = find_machine().device(checkup.device, checkup.engine)
+    if refused := record(checkup.engine, device, findings):
+        text = f"{refused} cannot be written: plans will not know what was found"
+        console.events(iter([Notice(stage="check", text=text)]))
     wrong = [found.probe for found in findings if found.verdict == "wrong"]
     if wrong:
         raise GateError(

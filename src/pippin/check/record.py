@@ -31,22 +31,22 @@ class Wrong:
         return self.avoid != "" and not self.probe.endswith(".float16")
 
 
-def record(engine: str, device: str, findings: Sequence[Finding]) -> None:
-    """Keep the wrong ones of a device, with the engine's version."""
+def record(engine: str, device: str, findings: Sequence[Finding]) -> str | None:
+    """Keep the wrong ones of a device, with the engine's version; the file that refused, if any."""
     wrong = [Wrong(probe=f.probe, avoid=f.avoid) for f in findings if f.verdict == "wrong"]
     kept = {"version": _version(engine), "wrong": [asdict(each) for each in wrong]}
-    write_cached(_path(engine, device), json.dumps(kept))
+    path = _path(engine, device)
+    return None if write_cached(path, json.dumps(kept)) else str(path)
 
 
 def recall(engine: str, device: str) -> list[Wrong]:
     """The wrong ones of the last check; none where it is of another version, or was never made."""
     try:
         kept = json.loads(_path(engine, device).read_text())
-    except (OSError, ValueError):
+        wrong = [Wrong(**each) for each in kept["wrong"]]
+        return wrong if kept["version"] == _version(engine) else []
+    except (OSError, ValueError, TypeError, KeyError):
         return []
-    if kept["version"] != _version(engine):
-        return []
-    return [Wrong(**each) for each in kept["wrong"]]
 
 
 def heed(recipe: Recipe, device: str) -> tuple[Recipe, tuple[str, ...]]:
