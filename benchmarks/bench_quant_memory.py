@@ -1,4 +1,4 @@
-"""What `rtn` takes on a synthetic checkpoint of many shards: peak memory, and time beside a copy.
+"""What quantizing a synthetic checkpoint takes: peak memory, and `rtn`'s time beside a copy.
 
 A Llama of 7B's proportions, scaled down: `--layers` of 202 million weights each where `--width` is
 4096. Both figures are of a process of their own that does nothing else; memory is its peak resident
@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ import common
 MIB = 1 << 20
 BF16 = np.dtype(ml_dtypes.bfloat16)
 VOCABULARY = 32000
+TOKENS = 1024
 
 
 def main() -> None:
@@ -32,19 +34,41 @@ def main() -> None:
     parser = common.arguments(__doc__ or "")
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--child", nargs=2, type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--scratch", type=Path, help="a folder on a disk with room")
+    parser.add_argument("--only", choices=CHILDREN, help="one of the processes")
+    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        print(json.dumps(quantize_once(*options.child)))
+        what, *folders = options.child
+        print(json.dumps(CHILDREN[what](*map(Path, folders))))
         return
-    with tempfile.TemporaryDirectory() as scratch:
+    asked = [options.only] if options.only else list(CHILDREN)
+    with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
         source = Path(scratch) / "model"
         largest, size = make_checkpoint(source, options.width, options.layers)
-        command = [sys.executable, __file__, "--child", str(source), f"{scratch}/quantized"]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        found = json.loads(done.stdout.splitlines()[-1])
-        copied = copy_seconds(source, Path(scratch) / "copy")
-    common.report(rows(found, copied, largest, size), options.save)
+        if "rtn" in asked:
+            found = fastest(lambda out: child("rtn", source, out), Path(scratch) / "quantized")
+            copied = fastest(lambda out: copy_seconds(source, out), Path(scratch) / "copy")
+            common.report(rows(found, copied, largest, size), options.save)
+        if "calibrate" in asked:
+            found = child("calibrate", source, Path(scratch) / "states")
+            common.report([calibrated_row(found, source, size)], options.save)
+
+
+def fastest(run: Callable[[Path], dict[str, float]], out: Path) -> dict[str, float]:
+    """The run of three that others disturbed least."""
+    found = []
+    for _ in range(3):
+        found.append(run(out))
+        shutil.rmtree(out)
+    return min(found, key=lambda one: one["wall"])
+
+
+def child(what: str, source: Path, target: Path) -> dict[str, float]:
+    """What a process of its own found."""
+    command = [sys.executable, __file__, "--child", what, str(source), str(target)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def make_checkpoint(folder: Path, width: int, layers: int) -> tuple[int, int]:
@@ -115,6 +139,42 @@ def quantize_once(source: Path, target: Path) -> dict[str, float]:
     }
 
 
+def calibrate_once(source: Path, scratch: Path) -> dict[str, float]:
+    """Moments by loss layer by layer, each Hessian made ready: bytes above what imports take."""
+    from pippin.data.batches import Sample, single_batches
+    from pippin.engines import load_engine
+    from pippin.model.config import read_config
+    from pippin.model.weights import Checkpoint
+    from pippin.quantizers.choices import choose_all
+    from pippin.quantizers.hessian import Hessian
+    from pippin.recipe import Quantize
+    from pippin.stages.calibration import in_layers, passes
+
+    engine, checkpoint = load_engine("torch", "cpu"), Checkpoint(source)
+    choices = choose_all(checkpoint, read_config(source), Quantize(method="best"))
+    parts = passes(checkpoint, choices, read_config(source), 1 << 40)
+    rng = np.random.default_rng(0)
+    samples = [
+        Sample(tokens=rng.integers(0, VOCABULARY, 128), scored=np.arange(128) > 0, row=row)
+        for row in range(TOKENS // 128)
+    ]
+    before, wall, cpu = _peak(), time.monotonic(), time.process_time()
+    model = engine.load_layers(checkpoint, "bfloat16", scratch)
+    for part in in_layers(parts, back=True):
+        moments = model.loss_moments(single_batches(samples, 2), part.values(), 0)
+        largest = max(moments.values(), key=len)
+        assert Hessian(largest).feedback.shape == largest.shape
+    return {
+        "peak": _peak() - before,
+        "imports": before,
+        "wall": time.monotonic() - wall,
+        "cpu": time.process_time() - cpu,
+    }
+
+
+CHILDREN = {"rtn": quantize_once, "calibrate": calibrate_once}
+
+
 def _peak() -> int:
     """The peak resident set. Linux's ru_maxrss starts at what the parent had; VmHWM does not."""
     status = Path("/proc/self/status")
@@ -165,6 +225,30 @@ def rows(
             },
         ),
     ]
+
+
+def calibrated_row(found: dict[str, float], source: Path, size: int) -> common.Row:
+    """Memory in MiB beside the largest layer, its moments and a GiB."""
+    from pippin import memory
+    from pippin.model.config import read_config
+
+    config = read_config(source)
+    moments = memory.moment_bytes(config) // config.num_layers
+    layer = 2 * sum(i * o for i, o in memory.linear_shapes(config).values())
+    return common.Row(
+        name="calibrate-peak-memory",
+        value=round(found["peak"] / MIB, 1),
+        unit="MiB above the imports",
+        better="lower",
+        limit=round((layer + moments) / MIB + 1024, 1),
+        notes={
+            "checkpoint GB": round(size / 1e9, 2),
+            "layer MiB": round(layer / MIB, 1),
+            "its Hessians MiB": round(moments / MIB, 1),
+            "tokens": TOKENS,
+            "CPU-seconds": round(found["cpu"], 1),
+        },
+    )
 
 
 if __name__ == "__main__":
