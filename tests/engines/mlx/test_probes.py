@@ -9,7 +9,7 @@ import pytest
 
 from pippin.check import Shapes
 from pippin.check.judge import judge
-from pippin.engines.mlx import probes
+from pippin.engines.mlx import elementwise, probes
 from pippin.engines.mlx.optimizer import Optimizer
 
 pytestmark = pytest.mark.mlx
@@ -102,6 +102,7 @@ FAULTS = {
     "gradient.weight": ("mlx.core.vjp", wrong_gradients),
     "loss.cross-entropy": ("mlx.core.value_and_grad", wrong_slopes),
     "optimizer.update": ("pippin.engines.mlx.probes.training.Optimizer", Lost),
+    "network.update": ("pippin.engines.mlx.gated.sigmoid", times(elementwise.sigmoid)),
     "compile.parity": ("mlx.core.compile", lambda function: times(function, 1.1)),
     "rounding.half precision": ((mx.array, "astype"), truncating),
     "function.norm": ("mlx.core.fast.layer_norm", times(mx.fast.layer_norm)),

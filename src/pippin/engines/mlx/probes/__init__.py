@@ -4,7 +4,7 @@ from pippin.check import Probe, Shapes
 from pippin.check.families import collect
 
 # Each module has FAMILIES, in the order of the table.
-MODULES = ("attention", "products", "training", "arrays")
+MODULES = ("attention", "products", "training", "arrays", "network")
 
 
 def probes(device: str, shapes: Shapes) -> tuple[Probe, ...]:
