@@ -84,8 +84,8 @@ def test_training_an_adapter_by_hand():
     need = train_bytes(config(SMOL), adapter_of_all())
     assert need.weights == 2 * 134_515_008
     assert (need.masters, need.gradients, need.moments) == (4_000_000, 4_000_000, 8_000_000)
-    # a chunk of 32 MiB in two bytes, four tensors of hidden states
-    assert need.at_loss == 2**25 + 4 * 512 * 2 * 576
+    # a chunk of 32 MiB in two bytes, three tensors of hidden states
+    assert need.at_loss == 2**25 + 3 * 512 * 2 * 576
     # norms 4D, attention 2Q + 2K, feed-forward 3F, seven narrow products, eleven figures in float32
     layer = 512 * (2 * (4 * 576 + 2 * 576 + 2 * 192 + 3 * 1536 + 7 * 16) + 4 * 11)
     assert need.kept == 30 * layer + 2 * 1_000_000 + 4_000_000

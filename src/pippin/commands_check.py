@@ -142,7 +142,7 @@ def _probe(checkup: "Checkup", mode: str) -> None:
     if wrong:
         raise GateError(
             f"{len(wrong)} of {len(findings)} probes are wrong: {', '.join(wrong[:4])}",
-            "the lines under the table name the way round each",
+            "the lines under the table name the way round each; plans for this device take it",
         )
 
 

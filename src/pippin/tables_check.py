@@ -71,7 +71,8 @@ def _cell(found: Finding | None) -> Text:
 def _seen(found: Finding) -> str:
     if found.figure is None:
         return found.detail
-    return f"error {found.figure:.2g}, up to {found.tolerance:.2g} is rounding, at {found.detail}"
+    allowed = f"up to {found.tolerance:.2g} is rounding" if found.tolerance else "none is allowed"
+    return f"error {found.figure:.2g}, {allowed}, at {found.detail}"
 
 
 def audits_table(audited: Sequence[Audited]) -> Table:

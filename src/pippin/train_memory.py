@@ -138,7 +138,7 @@ def train_bytes(shape: Shape, train: TrainShape) -> TrainBytes:
         moments=8 * t,
         gradients=4 * t,
         kept=kept + _casts(train) + early,
-        at_loss=4 * ends + _loss(shape, train) + (4 * table + head if train.full else 0),
+        at_loss=3 * ends + _loss(shape, train) + (4 * table + head if train.full else 0),
         in_backward=3 * ends + fresh + head + _backward(shape, train),
         at_end=(layer + 2 * head) if train.full else 0,
         in_update=4 * memory.largest_tensor(shape) if train.full else 0,
