@@ -184,6 +184,10 @@ class Quantize:
         "further tokens of training rows on which the scales and zero points of calibrated methods "
         "are tuned by gradients until the predictions are the model's before; 0 leaves them",
     )
+    sequential: bool = key(
+        False,
+        "gptq reads in every layer what the layers quantized before it give, one layer at a time",
+    )
     importance: Importance = key(
         "loss",
         "what counts for best: a token's part in the predictions, found by a backward pass, or all "

@@ -149,6 +149,12 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str, str]]
             f"{asked.method} reads no rows",
             f"use {', '.join(CALIBRATED)}",
         )
+    if asked.sequential and (asked.method != "gptq" or asked.recover_tokens):
+        yield (
+            ("quantize", "sequential"),
+            "gptq alone goes on layer by layer, without recovery",
+            'set quantize.method = "gptq" and recover_tokens = 0, or sequential = false',
+        )
     yield from _budgets(asked)
     schemes = {"scheme": asked.scheme, "embed_scheme": asked.embed_scheme}
     if asked.method == "hqq" and "symmetric" in schemes.values():

@@ -174,7 +174,7 @@ def _quantize(recipe: Recipe, run: Path, inputs: dict[str, Path]) -> Step:
         slice_ = {"seed": recipe.seed, **settings(recipe, "model", "data", "quantize")}
     else:
         slice_ = settings(recipe, "quantize")
-        for key in ("calibration_tokens", "recover_tokens", "importance", *BUDGETS):
+        for key in ("calibration_tokens", "recover_tokens", "sequential", "importance", *BUDGETS):
             del slice_[f"quantize.{key}"]
     return Step(
         name="quantize",

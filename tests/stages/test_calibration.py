@@ -23,11 +23,12 @@ from pippin.errors import DataError, ModelError
 from pippin.events import Event, Notice
 from pippin.job import Job
 from pippin.model.config import read_config
-from pippin.model.quantized import BITS
+from pippin.model.quantized import BITS, DenseView
 from pippin.model.tokenizer import load_tokenizer
 from pippin.model.weights import Checkpoint, file_tensors, nbytes
-from pippin.quantizers import Grid
+from pippin.quantizers import Grid, load_quantizer
 from pippin.quantizers.choices import choose_all
+from pippin.quantizers.hessian import Hessian
 from pippin.recipe import Data, Deploy, Model, Quantize, Recipe
 from pippin.stages.calibration import Calibration, draw, passes
 from pippin.stages.coding import Coder, Row
@@ -304,9 +305,35 @@ def test_passes_of_any_size_give_the_same(
     _run(place, tmp_path / "once")
     monkeypatch.setattr(memory, "MOMENTS", 1)
     with monkeypatch.context() as whole:
-        whole.setattr(TorchEngine, "load_layers", lambda *asked: None)
+        whole.setattr(TorchEngine, "load_layers", lambda *asked, **how: None)
         _run(place, tmp_path / "often")
     assert _bytes(tmp_path / "once") == _bytes(tmp_path / "often")
+
+
+def test_sequential_gptq_reads_what_quantized_layers_give(place: Path, tmp_path: Path) -> None:
+    """The second layer's codes, from inputs that transformers finds in float64."""
+    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    settings = replace(SETTINGS, method="gptq", sequential=True)
+    _run(place, tmp_path / "q", settings)
+    _run(place, tmp_path / "plain", replace(settings, sequential=False))
+    network = transformers.AutoModelForCausalLM.from_pretrained(place / "model").double()
+    parameters, view = dict(network.named_parameters()), DenseView(tmp_path / "q")
+    for name in (n for n in view.grids if ".layers.0." in n):
+        parameters[name].data = torch.from_numpy(view.read(name).astype(np.float64))
+    seen: list[Any] = []
+    linear = network.model.layers[1].mlp.down_proj
+    linear.register_forward_pre_hook(lambda m, inputs: seen.append(inputs[0][0].numpy()))
+    data = _recipe(place).data
+    rows = tokenize(load_split(data, place, "train"), load_tokenizer(place / "model"), data)
+    with torch.no_grad():
+        for sample in rows.samples:
+            network(torch.from_numpy(sample.tokens.astype(np.int64))[None])
+    inputs, name = np.concatenate(seen), "model.layers.1.mlp.down_proj.weight"
+    weight, grid = Checkpoint(place / "model").read(name), view.grids[name]
+    hessian = Hessian((inputs.T @ inputs).astype(np.float32))
+    wanted = load_quantizer("gptq").quantize(weight, grid, weight.dtype, hessian).codes_OI
+    assert (view.read_codes(name).codes_OI == wanted).mean() > 0.99
+    assert (DenseView(tmp_path / "plain").read_codes(name).codes_OI == wanted).mean() < 0.97
 
 
 @pytest.mark.parametrize("importance", ["loss", "inputs"])

@@ -205,11 +205,15 @@ class Observed(Protocol):
 class LayerLoader(Protocol):
     """What some engines can do besides: calibrate in the memory of one decoder layer."""
 
-    def load_layers(self, weights: Tensors, dtype: str, scratch: Path) -> Observed | None:
+    def load_layers(
+        self, weights: Tensors, dtype: str, scratch: Path, *, sequential: bool = False
+    ) -> Observed | None:
         """A model whose layers are read when it is their turn; None where it has none such.
 
         Moments are to be asked for layer by layer: of inputs from the first layer on, of the loss
         (it is a LossWeigher then) from the head down. `scratch` is a folder for hidden states.
+        `sequential`: a layer's weights are read again before the inputs of the next one are found,
+        which then follow from what they have become.
         """
         ...
 

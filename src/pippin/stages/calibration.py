@@ -158,13 +158,23 @@ def calibrate(job: Job, checkpoint: Tensors, *, large: bool = False) -> Calibrat
 
 
 def _load(job: Job, checkpoint: Tensors, large: bool) -> tuple[Observed, bool]:
-    """The model, and whether it is read layer by layer."""
+    """The model, and whether it is read layer by layer.
+
+    Raises ModelError where it must be and cannot.
+    """
     asked, folder = job.recipe.model, job.inputs["model"]
+    sequential = job.recipe.quantize.sequential
     engine = open_engine(asked)
     if large and isinstance(engine, LayerLoader):
-        layers = engine.load_layers(checkpoint, asked.dtype, work_folder(job.folder))
+        scratch = work_folder(job.folder)
+        layers = engine.load_layers(checkpoint, asked.dtype, scratch, sequential=sequential)
         if layers is not None:
             return layers, True
+    if sequential:
+        raise ModelError(
+            f"engine {asked.engine} does not take this model apart layer by layer",
+            "set quantize.sequential = false",
+        )
     return engine.load(folder, asked.dtype, job.inputs.get("adapter")), False
 
 

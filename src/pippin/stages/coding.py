@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from pippin.errors import ModelError
 from pippin.model import names
-from pippin.model.quantized import dequantize, pack
+from pippin.model.quantized import dequantize, pack, unpack
 from pippin.model.weights import Tensors, Writer, is_finite, row_chunks
 from pippin.quantizers import CALIBRATED, Codes, Grid, Quantizer, load_quantizer
 from pippin.quantizers.awq import Folding
@@ -152,6 +152,15 @@ class Coder:
             output_error_rtn=error.output_rtn if hessian else None,
             note=choice.why,
         )
+
+    def dense(self, row: Row) -> NDArray[np.float32]:
+        """What was written of the last tensor, as it is read."""
+        module = names.module(row.name)
+        packed, scales, biases = (
+            np.concatenate(self.parts[part])
+            for part in (row.name, f"{module}.scales", f"{module}.biases")
+        )
+        return dequantize(unpack(packed, row.bits, row.shape[1]), scales, biases)
 
     def _copy(self, name: str) -> None:
         info = self.checkpoint.tensors[name]

@@ -30,6 +30,7 @@ from pippin.stages.folding import fold
 from pippin.stages.layers_done import LayersDone
 from pippin.stages.merge import Merged
 from pippin.stages.recovery import recover, recovery_text, updates
+from pippin.stages.revised import Revised
 from pippin.stages.sharing import share_bits
 
 STAGE = "quantize"
@@ -101,13 +102,15 @@ class _Work:
     """What is done to every tensor.
 
     Calibrated methods have a `calibration`, and `parts` as `passes` gives them; `updates` are for
-    recovery. `summary` is what the manifest keeps of it; the seed is among the settings.
+    recovery, `revised` for layers that read what those before them became. `summary` is what the
+    manifest keeps of it; the seed is among the settings.
     """
 
     choices: dict[str, Choice]
     calibration: Calibration | None = None
     parts: tuple[dict[str, str], ...] = ()
     updates: list[Batch] = field(default_factory=list)
+    revised: Revised | None = None
     folding: Folding = field(default_factory=Folding)
     notices: tuple[str, ...] = ()
     summary: dict[str, Any] = field(default_factory=dict)
@@ -129,8 +132,9 @@ def _plan(job: Job, source: Source, choices: dict[str, Choice]) -> _Work:
         return _Work(choices=choices)
     # Where moments take several passes, a layer at a time is less work and less memory. Recovery
     # needs the whole model.
-    large = len(parts) > 1 and not settings.recover_tokens
-    calibration = calibrate(job, source.tensors, large=large)
+    large = settings.sequential or (len(parts) > 1 and not settings.recover_tokens)
+    revised = Revised(source.tensors) if settings.sequential else None
+    calibration = calibrate(job, revised or source.tensors, large=large)
     if calibration.by_layer:
         parts = tuple(in_layers(parts, back=calibration.by_loss))
     notices, summary, folding = [*calibration.notices], dict[str, Any](), Folding()
@@ -149,6 +153,7 @@ def _plan(job: Job, source: Source, choices: dict[str, Choice]) -> _Work:
         calibration=calibration,
         parts=parts,
         updates=tuned,
+        revised=revised,
         folding=folding,
         notices=tuple(notices),
         summary=summary,
@@ -170,6 +175,8 @@ def _write_all(coder: Coder, work: _Work, done: LayersDone) -> Iterator[Row | No
         if name not in asked:
             yield coder.write(name, choice, None)
     found = [n for n, (row, _) in done.found.items() if row.bits == _bits(work.choices[n])]
+    if work.revised:
+        found = []  # what later layers read comes out of finished ones: all are gone through
     if found:
         yield Notice(stage=STAGE, text=f"{len(found)} tensors were finished before")
     for part in work.parts:
@@ -196,6 +203,8 @@ def _calibrated(
         row = coder.write(name, work.choices[name], hessian)
         if hessian:
             done.add(row, {key: np.concatenate(rows) for key, rows in coder.parts.items()})
+            if work.revised:
+                work.revised.put(name, coder.dense(row))
         yield row
     done.flush(layer)
 

@@ -59,13 +59,19 @@ class TorchEngine:
             _add_saved_adapter(network, adapter)
         return TorchModel(network, checkpoint)
 
-    def load_layers(self, weights: Tensors, dtype: str, scratch: Path) -> LayeredModel | None:
+    def load_layers(
+        self, weights: Tensors, dtype: str, scratch: Path, *, sequential: bool = False
+    ) -> LayeredModel | None:
         """A model read one decoder layer at a time; hidden states go to files in `scratch`.
 
+        `sequential`: a layer's weights are read again before the inputs of the next one are found.
         None where it cannot be taken apart.
         """
         picked = devices.pick_dtype(dtype, self._device)
-        return load_layered(weights, picked, self._device, scratch)
+        model = load_layered(weights, picked, self._device, scratch)
+        if model is not None:
+            model.sequential = sequential
+        return model
 
     def device(self) -> str:
         """The device in words, e.g. `cpu (2 cores)`."""

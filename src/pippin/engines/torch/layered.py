@@ -58,6 +58,7 @@ class LayeredModel:
         self._layers: Any = body(network).layers
         self._prefix = next(n for n, m in network.named_modules() if m is self._layers)
         self._round: Iterator[Moments] = iter(())
+        self.sequential = False
 
     def input_moments(
         self, batches: Sequence[Batch], names: Collection[str] | None = None
@@ -96,14 +97,25 @@ class LayeredModel:
                 for call in calls:
                     collector.real_N = call.rows.real_N
                     with torch.no_grad():
-                        call.state_BTD = layer(call.state_BTD, **call.asked[index])
+                        after_BTD = layer(call.state_BTD, **call.asked[index])
+                    if not self.sequential:
+                        call.state_BTD = after_BTD
             yield collector.moments()
+            if self.sequential:
+                self._pass(index, calls)
         collector, norm = Collector(), self._norm
         for call in calls:
             collector.real_N = call.rows.real_N
             with torch.no_grad():
                 collector.add(names.module(names.HEAD), norm(call.state_BTD))
         yield collector.moments()
+
+    @torch.no_grad()
+    def _pass(self, index: int, calls: Sequence[_Call]) -> None:
+        """Through a layer as its weights are by now."""
+        with self._loaded(index) as layer:
+            for call in calls:
+                call.state_BTD = layer(call.state_BTD, **call.asked[index])
 
     def _by_loss(self, batches: Sequence[Batch], seed: int) -> Iterator[Moments]:
         calls = [self._begin(batch) for batch in batches]
