@@ -22,9 +22,24 @@ from executorch.exir.backend.canonical_partitioners.config_partitioner import is
 from executorch.exir.backend.compile_spec_schema import CompileSpec
 from executorch.exir.backend.partitioner import DelegationSpec, Partitioner
 from executorch.exir.passes import MemoryPlanningPass
+from executorch.exir.passes.normalize_transpose_pass import NormalizeTransposePass
+from executorch.exir.passes.remove_mixed_type_operators import RemoveMixedTypeOperators
+from executorch.exir.passes.replace_broken_ops_with_function_ops_pass import (
+    ReplaceBrokenOpsWithFunctionalOpsPass,
+)
+from executorch.exir.passes.sym_to_tensor_pass import SymToTensorPass
 from torch import nn
 from torch.fx import Node
 from torch.fx.passes.infra.partitioner import Partition
+from torch.fx.passes.infra.pass_base import PassBase, PassResult
+
+# Scalars and sizes among tensors, transposes, dtypes that differ: layers.py has none of them.
+IDLE: tuple[Any, ...] = (
+    NormalizeTransposePass,
+    RemoveMixedTypeOperators,
+    ReplaceBrokenOpsWithFunctionalOpsPass,
+    SymToTensorPass,
+)
 
 
 class LevelPartitioner(XnnpackPartitioner):
@@ -144,6 +159,31 @@ def lower(
                 _check_ir_validity=False, _skip_dim_order=skip_dim_order
             ),
         )
+
+
+def lower_levels(
+    program: torch.export.ExportedProgram, constants: dict[str, Any], partitioner: LevelPartitioner
+) -> EdgeProgramManager:
+    """The program for XNNPACK, without rewrites that find nothing in the forms of layers.py."""
+    with without_idle_passes():
+        return lower(program, constants, partitioner)
+
+
+@contextlib.contextmanager
+def without_idle_passes() -> Generator[None]:
+    """Let some passes return their graph as it is: each would trace it again, to change nothing."""
+
+    def idle(self: PassBase, graph_module: torch.fx.GraphModule) -> PassResult:
+        return PassResult(graph_module, False)
+
+    for rewrite in IDLE:
+        assert "__call__" not in vars(rewrite), rewrite
+        rewrite.__call__ = idle
+    try:
+        yield
+    finally:
+        for rewrite in IDLE:
+            del rewrite.__call__
 
 
 def serialize(edge: EdgeProgramManager) -> ExecutorchProgramManager:

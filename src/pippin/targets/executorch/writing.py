@@ -56,7 +56,7 @@ def write(bundle: Bundle) -> Iterator[Event]:
     program = lowering.export(Decoder(weights, every=False), context)
     yield progress(1, started)
     partitioner = lowering.LevelPartitioner()
-    edge = lowering.lower(program, runner_constants(tokenizer, weights), partitioner)
+    edge = lowering.lower_levels(program, runner_constants(tokenizer, weights), partitioner)
     del program
     graph = edge.exported_program().graph_module
     delegation = read_delegation(graph, BACKEND, partitioner.why)
