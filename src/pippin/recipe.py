@@ -221,11 +221,8 @@ class Quantize:
     @property
     def goal(self) -> str:
         """What linears are brought to, in words: `4 bits`, `1.9GB`, `a KL of 0.02`."""
-        if self.max_size is not None:
-            return self.max_size
-        if self.max_kl is not None:
-            return f"a KL of {self.max_kl:g}"
-        return f"{self.target_bits or self.bits:g} bits"
+        kl = f"a KL of {self.max_kl:g}" if self.max_kl is not None else None
+        return self.max_size or kl or f"{self.target_bits or self.bits:g} bits"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from pippin.figures import bytes_of
 from pippin.quantizers import CALIBRATED
@@ -37,6 +38,9 @@ class Range:
         )
         return " and ".join(f"{word} {bound:,}" for word, bound in bounds if bound is not None)
 
+
+# The key, what is wrong, the way out.
+Contradiction: TypeAlias = tuple[tuple[str, ...], str, str]
 
 COUNT = Range(at_least=1)
 NATURAL = Range(at_least=0)
@@ -97,8 +101,14 @@ def limit(path: tuple[str, ...]) -> Range | None:
     return LIMITS.get(".".join(path))
 
 
-def contradictions(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str, str]]:
-    """Keys that cannot both be meant, as (key, what is wrong, the way out)."""
+def contradictions(recipe: Recipe) -> Iterator[Contradiction]:
+    """Keys that cannot both be meant."""
+    yield from _training(recipe)
+    yield from _quantizing(recipe.quantize)
+    yield from _budgets(recipe.quantize)
+
+
+def _training(recipe: Recipe) -> Iterator[Contradiction]:
     train, lora = recipe.train, recipe.lora
     if train.min_learning_rate > train.learning_rate:
         yield (
@@ -142,7 +152,9 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str, str]]
             "counts validations, and valid_every is 0",
             "set train.valid_every",
         )
-    asked = recipe.quantize
+
+
+def _quantizing(asked: Quantize) -> Iterator[Contradiction]:
     if asked.recover_tokens and asked.method not in CALIBRATED:
         yield (
             ("quantize", "recover_tokens"),
@@ -155,7 +167,6 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str, str]]
             "gptq alone goes on layer by layer, without recovery",
             'set quantize.method = "gptq" and recover_tokens = 0, or sequential = false',
         )
-    yield from _budgets(asked)
     schemes = {"scheme": asked.scheme, "embed_scheme": asked.embed_scheme}
     if asked.method == "hqq" and "symmetric" in schemes.values():
         yield (
@@ -165,7 +176,7 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str, str]]
         )
 
 
-def _budgets(asked: Quantize) -> Iterator[tuple[tuple[str, ...], str, str]]:
+def _budgets(asked: Quantize) -> Iterator[Contradiction]:
     if asked.budget is None:
         return
     key = ("quantize", asked.budget)
