@@ -9,6 +9,7 @@ from tests.targets.tiny_quantized import CHANNEL, LINEAR, WINDOWED, write_folder
 
 from pippin.engines import Sampling
 from pippin.errors import ModelError, PippinError
+from pippin.events import Notice
 from pippin.model.quantized import DenseView
 from pippin.quantizers import Grid
 from pippin.recipe import Quantize
@@ -90,6 +91,27 @@ def test_large_activations_do_not_overflow(tmp_path):
     found = HalfNorm(weight_D.half(), 1e-5)(x_BTD.half()).float()
     torch.testing.assert_close(found, RMSNorm(weight_D, 1e-5)(x_BTD), rtol=0.02, atol=0.02)
     assert not RMSNorm(weight_D.half(), 1e-5)(x_BTD.half()).any()
+
+
+@pytest.mark.slow
+def test_what_overflows_is_named_and_computed_in_float32(quantized, tmp_path):
+    """A residual stream beyond 65,504, as some large models have it."""
+    from safetensors.numpy import load_file, save_file
+
+    folder = quantized("untied", lambda module: None)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.0.mlp.up_proj.weight"] *= 300
+    tensors["model.layers.0.mlp.down_proj.weight"] *= 3e4
+    save_file(tensors, path, metadata={"format": "pt"})
+    (tmp_path / "made").mkdir()
+    bundle = Bundle(quantized=folder, folder=tmp_path / "made", context=CONTEXT)
+    events = list(load_target("coreml").write(bundle))
+    said = [event.text for event in events if isinstance(event, Notice)]
+    assert any("float16 does not hold" in text for text in said), said
+    found = json.loads((tmp_path / "made" / "deploy.json").read_text())
+    assert found["check"]["top1"] > 0.95
+    assert found["float32"]
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", *WINDOWED])

@@ -20,6 +20,9 @@ from pippin.targets.coreml import mil
 from pippin.targets.stepping import SteppingModel
 
 _EXPANDED = "constexpr_blockwise_shift_scale"
+_LARGEST = float(np.finfo(np.float16).max)
+# What coremltools adds to the name of an operator that it makes float16.
+_NARROWED = "_cast_fp16"
 
 
 class PackageModel(SteppingModel):
@@ -37,6 +40,8 @@ class PackageModel(SteppingModel):
         (self._function,) = program.functions.values()
         self._inputs = [given.name for given in spec.description.input]
         self._constants = dict(self._read_constants())
+        # Operators whose results no float16 holds, and the largest one seen.
+        self.overflowed: dict[str, float] = {}
         self._states = {
             state.name: np.zeros(state.type.stateType.arrayType.shape, np.float32)
             for state in spec.description.state
@@ -88,7 +93,18 @@ class PackageModel(SteppingModel):
                 f"coreml: operator {kind} of {operation.name} is not known here",
                 "use the version of coremltools that pippin names",
             )
-        return _rounded(mil.run(kind, given), operation.outputs[0])
+        return self._rounded(mil.run(kind, given), operation.outputs[0])
+
+    def _rounded(self, value: NDArray[Any], output: Any) -> NDArray[Any]:
+        """As wide as the operator declares; computed in float32 all the same."""
+        if output.dtype != types.fp16:
+            return value
+        largest = float(np.abs(value).max(initial=0))
+        if largest > _LARGEST:  # as it is, so that what follows shows its own faults alone
+            name = output.op.name.removesuffix(_NARROWED)
+            self.overflowed[name] = max(largest, self.overflowed.get(name, 0.0))
+            return value
+        return value.astype(np.float16).astype(np.float32)
 
     def _value(self, variable: Any, values: mil.Values) -> Any:
         if variable is None:
@@ -102,11 +118,3 @@ class PackageModel(SteppingModel):
 def _widened(value: Any) -> Any:
     is_half = isinstance(value, np.ndarray | np.generic) and value.dtype == np.float16
     return value.astype(np.float32) if is_half else value
-
-
-def _rounded(value: NDArray[Any], output: Any) -> NDArray[Any]:
-    """As wide as the operator declares; computed in float32 all the same."""
-    if output.dtype == types.fp16:
-        with np.errstate(over="ignore"):
-            return value.astype(np.float16).astype(np.float32)
-    return value

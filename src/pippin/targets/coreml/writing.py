@@ -12,12 +12,13 @@ from numpy.typing import NDArray
 from pippin.errors import ModelError, PippinError
 from pippin.events import Event
 from pippin.model.quantized import DenseView
-from pippin.model.tokenizer import load_tokenizer
+from pippin.model.tokenizer import Tokenizer, load_tokenizer
 from pippin.targets import Bundle
 from pippin.targets.bundle import (
     copy_side_files,
     describe,
     finish,
+    notice,
     progress,
     read_description,
     require_context,
@@ -30,6 +31,7 @@ from pippin.targets.decoder import Weights
 from pippin.targets.families import refuse_family
 from pippin.targets.folder import Folder
 from pippin.targets.gate import Limits, gate
+from pippin.targets.prompts import gate_prompts
 
 FILE = "model.mlpackage"
 RUNTIME = "its own program in numpy, rounded to float16: Core ML itself was not run"
@@ -50,15 +52,41 @@ def write(bundle: Bundle) -> Iterator[Event]:
         raise ModelError(*refusal)
     context, tokenizer = require_context(bundle), load_tokenizer(bundle.quantized)
     started, folder = time.perf_counter(), Folder(bundle.quantized)
-    save(Weights(CoreMlParts(), folder, context), bundle.folder / FILE)
+    weights = Weights(CoreMlParts(), folder, context)
+    save(weights, bundle.folder / FILE)
     copy_side_files(bundle)
     yield progress(1, started)
     model = PackageModel(bundle.folder / FILE, context)
+    wide = _overflowing(model, tokenizer)
+    if wide:
+        yield notice("coreml", f"float16 does not hold {_named(wide)}: computed in float32")
+        save(weights, bundle.folder / FILE, wide)
+        model = PackageModel(bundle.folder / FILE, context)
     stored = _require_stored(model, folder, DenseView(bundle.quantized))
     check = yield from gate(bundle, tokenizer, LIMITS, lambda: model)
+    if model.overflowed:
+        raise PippinError(
+            f"coreml: float16 does not hold {_named(model.overflowed)}",
+            "deploy this model to another target",
+        )
     description = describe(bundle, "coreml", tokenizer, {FILE: "weights and program"})
-    finish(bundle, description | {"runtime": RUNTIME, "check": check, "stored": stored}, guide)
+    said = {"runtime": RUNTIME, "check": check, "stored": stored, "float32": sorted(wide)}
+    finish(bundle, description | said, guide)
     yield progress(2, started)
+
+
+def _overflowing(model: PackageModel, tokenizer: Tokenizer) -> dict[str, float]:
+    """Operators whose results no float16 holds on a few prompts, and the largest of each."""
+    prompts, _ = gate_prompts(tokenizer, model.context, LIMITS.prompts)
+    for prompt in prompts:
+        model.last_logits(prompt[: LIMITS.tokens], 0)
+    return model.overflowed
+
+
+def _named(operators: dict[str, float]) -> str:
+    """The first of some operators, their number and the largest value."""
+    first, largest = next(iter(operators)), max(operators.values())
+    return f"{len(operators)} operators, the first {first}, values up to {largest:.3g}"
 
 
 def load(folder: Path) -> PackageModel:
