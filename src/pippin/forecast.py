@@ -220,15 +220,18 @@ class Forecast:
     def _calibrate(self) -> int:
         """The model with its moments, or a layer with its own where moments take several passes."""
         asked, config = self.recipe.quantize, self.facts.config
-        by_loss = CALIBRATED[asked.method].by_loss and asked.importance == "loss"
+        tuned = asked.recover_tokens > 0
+        by_loss = tuned or (CALIBRATED[asked.method].by_loss and asked.importance == "loss")
         tokens = CALIBRATION_TOKENS // 2 if by_loss else CALIBRATION_TOKENS
         back = memory.loss_bytes(config, tokens, self.itemsize) if by_loss else 0
-        large = memory.moment_bytes(config) > memory.MOMENTS and not asked.recover_tokens
+        large = asked.sequential or (memory.moment_bytes(config) > memory.MOMENTS and not tuned)
         if large and self.recipe.model.engine == "torch":
             both = (tokens, asked.calibration_tokens)
             return memory.layered_bytes(config, self.itemsize, both) + back
         if by_loss:
             back += memory.activations(config, tokens, self.itemsize, checkpointing=False)
+        if tuned:
+            back += 2 * memory.parameters(config)  # codes, and the parent's head beside the child's
         return memory.calibrate_bytes(config, self.itemsize, CALIBRATION_TOKENS) + back
 
     def evaluate(self) -> Need:
