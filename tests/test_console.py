@@ -12,6 +12,7 @@ from pippin.console import Console, make_rich
 from pippin.events import Finished, Metric, Notice, Progress, Started
 from pippin.plan import make_plan
 from pippin.printers import LinePrinter, TerminalPrinter
+from pippin.report.table import NONE
 from tests.tiny_runs import MACHINE, make_recipe
 
 EVENTS = [
@@ -169,6 +170,30 @@ def test_summary_fits_and_shows_every_figure(width):
     (line,) = (line for line in lines if line.strip().startswith("deployed"))
     for key in ("loss", "kl", "top1", "exact_match", "gain_kept", "size_bytes", "gates"):
         assert ROW[key] in line
+
+
+def test_operators_left_outside_are_named_with_their_reason():
+    def row(operator, delegated, left, share, why=""):
+        return {
+            "operator": operator,
+            "delegated": delegated,
+            "left": left,
+            "share": share,
+            "why": why,
+        }
+
+    rows = [
+        row("aten.linear", "301", "0", "95.2%"),
+        row("aten.mul.Tensor", "271", "0", NONE),
+        row("quantized_decomposed.embedding_byte", "0", "1", NONE, "no such operator in XNNPACK"),
+    ]
+    rich, text = fake(80)
+    rich.print(tables.partition(rows, "xnnpack computes 97.1% of the arithmetic"))
+    assert "…" not in text()
+    assert "95.2%" in text()
+    assert "no such operator" in text()
+    assert "aten.mul" not in text()
+    assert "271 more nodes inside multiply" in text()
 
 
 def test_several_targets_go_by_their_names():

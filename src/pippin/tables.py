@@ -79,7 +79,8 @@ def partition(rows: list[dict[str, str]], line: str) -> Group:
     """
     table = _table()
     for key, heading in PARTITION.items():
-        table.add_column(heading, justify="left" if key in ("operator", "why") else "right")
+        left = key in ("operator", "why")
+        table.add_column(heading, justify="left" if left else "right", overflow="fold")
     shown = [row for row in rows if row["share"] != NONE or row["left"] != "0"]
     for row in shown:
         table.add_row(*(Text(row[key]) for key in PARTITION))
