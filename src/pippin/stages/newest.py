@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pippin import artifact
 from pippin.errors import ModelError
+from pippin.recipe import ELSEWHERE
 from pippin.stages.loading import DEPLOY_FILE
 
 ADAPTER_FILE = "adapter_config.json"
@@ -62,7 +63,8 @@ def _newest(run: Path, base: Path | None, adapter: Path | None) -> Found:
 
 def _furthest_first(run: Path, adapter: Path | None) -> Iterator[tuple[str, Path]]:
     for bundle in sorted(run.glob("deploy-*")):
-        yield "deployed model", bundle
+        if bundle.name.removeprefix("deploy-") not in ELSEWHERE:
+            yield "deployed model", bundle
     yield "quantized model", run / "quantize"
     yield "merged model", run / "merge"
     yield "tuned model", adapter or run / "train"
