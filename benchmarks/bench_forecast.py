@@ -14,9 +14,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +135,7 @@ def main() -> None:
     parser.add_argument("--fit", action="store_true", help="the runs the constants are read off")
     parser.add_argument("--only", default="", help="numbers of runs, comma-separated")
     parser.add_argument("--jobs", type=int, default=1, help="runs at once")
+    parser.add_argument("--read", type=Path, help="print the rows of a file that --out wrote")
     parser.add_argument("--out", type=Path, help="a file that takes each run's figures as JSON")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -144,7 +144,10 @@ def main() -> None:
         asked = Run(**json.loads(options.child))
         print(json.dumps(measure(asked, options.folder, options.device)))
         return
-    found = list(measured(options))
+    if options.read:
+        found = [json.loads(text) for text in options.read.read_text().splitlines()]
+    else:
+        found = list(measured(options))
     if found and not options.fit:
         common.report(rows_of(found), options.save, gpu_of(options.device))
 
@@ -158,7 +161,9 @@ def measured(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         folders = [Path(scratch) / str(n) for n in numbers]
         if options.jobs == 1:
             make_inputs(asked, folders)
-        for each in pool.map(partial(in_child, options.device), asked, folders):
+        pairs = zip(asked, folders, strict=True)
+        begun = [pool.submit(in_child, options.device, run, folder) for run, folder in pairs]
+        for each in (future.result() for future in as_completed(begun)):
             if each is None:
                 continue
             if options.out:

@@ -7,11 +7,12 @@ import transformers
 
 from pippin.data.batches import Sample, lay_out
 from pippin.engines.torch.engine import TorchEngine
+from pippin.layer_memory import TrainShape, _norm_kept
 from pippin.model.adapter import adapted_linears, new_adapter
 from pippin.model.config import read_config
 from pippin.model.weights import Checkpoint
 from pippin.recipe import Lora, Train
-from pippin.train_memory import TrainShape, _norm_kept, train_bytes
+from pippin.train_memory import train_bytes
 
 TOKENS, SPLIT, LAYERS = 512, 4, 3
 SIZES = {

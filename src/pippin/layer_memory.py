@@ -1,0 +1,200 @@
+"""What a decoder layer keeps for its backward: bytes over a model's shape, no framework.
+
+Letters: n tokens at once, D hidden, F feed-forward, H heads, C channels of a head, Q and K all
+channels of queries and of keys, R rank, E a frame's width, b bytes of an element.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from pippin import memory
+from pippin.memory import LINEARS
+
+
+class Shape(memory.Shape, Protocol):
+    """What decides besides which parts a layer has."""
+
+    @property
+    def model_type(self) -> str: ...
+    @property
+    def sliding_window(self) -> int | None: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """How a layer differs from Llama's.
+
+    `after`: norms behind attention and feed-forward; `heads`: norms of queries and keys; `own`:
+    norms in float32 and a gate that is not SiLU, which pippin leaves as they are; `biased`: query,
+    key and value have biases.
+    """
+
+    after: bool = False
+    heads: bool = False
+    own: bool = False
+    biased: bool = False
+
+
+FAMILIES = {
+    "gemma2": Family(after=True, own=True),
+    "gemma3_text": Family(after=True, heads=True, own=True),
+    "qwen2": Family(biased=True),
+    "qwen3": Family(heads=True),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainShape:
+    """What an update computes, and how: `tokens` at once, samples of up to `longest`.
+
+    `trained` counts trainable parameters; `adapted` are the last names of the linears with an
+    adapter of `rank`, none in full fine-tuning; `gained` counts the outputs, in all layers, that
+    DoRA rescales. `packed` is the group of 4-bit codes that linears are kept in, 0 for dense ones.
+    `checkpointing` is the share of the layers that are computed again.
+    `accumulates` tells that gradients of an earlier micro-batch are there. `device` is where
+    PyTorch computes, empty for another engine.
+    """
+
+    device: str
+    tokens: int
+    longest: int
+    itemsize: int
+    trained: int
+    checkpointing: float
+    adapted: frozenset[str] = frozenset()
+    rank: int = 0
+    gained: int = 0
+    packed: int = 0
+    accumulates: bool = False
+
+    @property
+    def full(self) -> bool:
+        """Whether every weight is trained."""
+        return not self.adapted
+
+
+def layer_kept(shape: Shape, train: TrainShape) -> list[int]:
+    """Bytes of every tensor that one layer keeps for its backward.
+
+    Two norms keep input and output (4D), attention query, key, value and output (2Q + 2K), the
+    feed-forward gate, up and their product (3F), an adapter its narrow product (R). Norms in
+    float32 keep a copy of their input in it, trained ones the normed values too; a gate of another
+    kind keeps its own value (F).
+    """
+    if by_hand(shape, train):
+        return _by_hand_kept(shape, train)
+    return _compiled_kept(shape, train) if compiled(shape, train) else plain_kept(shape, train)
+
+
+def plain_kept(shape: Shape, train: TrainShape) -> list[int]:
+    """Of autograd, norms and gates being ours where they can be."""
+    b, d, f = train.itemsize, shape.hidden_size, shape.intermediate_size
+    q, k = _widths(shape)
+    family, wide = family_of(shape), _norm_kept(shape, train)
+    a_token = [d * wide, d * b] * 2 + [q * b, k * b] * 2
+    a_token += [d * wide] * 2 if family.after else []
+    a_token += [q * wide, k * wide] if family.heads else []
+    a_token += [f * b] * (4 if family.own or train.packed else 3)
+    a_token += [b * _narrow(train), b * train.gained // shape.num_layers, _rates(shape, family)]
+    return [train.tokens * each for each in (*a_token, _scores(shape, train))]
+
+
+def by_hand(shape: Shape, train: TrainShape) -> bool:
+    """Whether layers run as engines/torch/layer.py."""
+    family = family_of(shape)
+    plain = not (family.own or family.heads or train.gained or train.packed)
+    return train.device == "cuda" and plain and not train.full
+
+
+def compiled(shape: Shape, train: TrainShape) -> bool:
+    """Whether layers run through torch.compile."""
+    return train.device == "cuda" and not by_hand(shape, train)
+
+
+def _by_hand_kept(shape: Shape, train: TrainShape) -> list[int]:
+    """Of engines/torch/layer.py: its inputs in rows with room for the frame beside them.
+
+    Where adapters stand on both sides of the gate, its product is made again (`tiled`).
+    """
+    n, b, d, f = train.tokens, train.itemsize, shape.hidden_size, shape.intermediate_size
+    q, k = _widths(shape)
+    kqv, o, both, down = (width for _, _, width in frames(shape, train))
+    tiled = both > 0 and down > 0
+    channels = [roomy(d + down, b) if tiled else d, q + 2 * k, roomy(q + o, b), d, 2 * f]
+    channels += [roomy(d + kqv, b) if kqv else 0, roomy(d + both, b) if both else 0]
+    channels += [down if tiled or not down else roomy(f + down, b)]
+    return [n * b * each for each in channels] + [n * _rates(shape, Family())]
+
+
+def _compiled_kept(shape: Shape, train: TrainShape) -> list[int]:
+    """Of torch.compile, read off runs: products are kept (4F), norms mostly computed again.
+
+    Over codes the frozen product and the adapter's stand apart.
+    """
+    family, (q, k) = family_of(shape), _widths(shape)
+    hidden = 1.6 + family.after * (1.6 if train.full else 1.0)
+    forward = 4 + 1.35 * (train.packed > 0)
+    channels = int(hidden * shape.hidden_size + forward * shape.intermediate_size)
+    channels += 2 * q + 2 * k + family.heads * (q + k) + _narrow(train)
+    return [train.tokens * (train.itemsize * channels + 4 * shape.num_heads)]
+
+
+def _norm_kept(shape: Shape, train: TrainShape) -> int:
+    """Bytes a channel that a norm keeps besides its output."""
+    own, b = family_of(shape).own, train.itemsize
+    if not train.full:
+        return 4 if own else b
+    return 8 if own else 4 + b
+
+
+def _rates(shape: Shape, family: Family) -> int:
+    """Bytes a token: one float32 a norm and a head's softmax."""
+    norms = 4 if family.after else 2
+    return 4 * (norms + shape.num_heads + family.heads * (shape.num_heads + shape.num_kv_heads))
+
+
+def _scores(shape: Shape, train: TrainShape) -> int:
+    """Bytes a token: PyTorch's attention on MPS keeps all weights once gradients are wanted.
+
+    It computes in float32: a row of weights a head, scaled query, and key and value a query head.
+    """
+    if train.device != "mps":
+        return 0
+    return 4 * (shape.num_heads * train.longest + 3 * _widths(shape)[0])
+
+
+def frames(shape: Shape, train: TrainShape) -> list[tuple[int, int, int]]:
+    """(inputs, outputs, width) of the products that engines/torch/frames.py joins."""
+    d, f = shape.hidden_size, shape.intermediate_size
+    q, k = _widths(shape)
+    bias = family_of(shape).biased
+    return [
+        (d, q + 2 * k, _frame(LINEARS[:3], train, bias)),
+        (q, d, _frame(LINEARS[3:4], train)),
+        (d, 2 * f, _frame(LINEARS[4:6], train)),
+        (f, d, _frame(LINEARS[6:], train)),
+    ]
+
+
+def _frame(names: Iterable[str], train: TrainShape, bias: bool = False) -> int:
+    ranks = sum(train.rank for name in names if name in train.adapted)
+    return -(-(ranks + bias) // 16) * 16
+
+
+def roomy(columns: int, itemsize: int) -> int:
+    """Rows begin at multiples of 128 bytes."""
+    unit = 128 // itemsize
+    return -(-columns // unit) * unit
+
+
+def _narrow(train: TrainShape) -> int:
+    return train.rank * len(train.adapted)
+
+
+def _widths(shape: Shape) -> tuple[int, int]:
+    return shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+
+
+def family_of(shape: Shape) -> Family:
+    return FAMILIES.get(shape.model_type, Family())
