@@ -10,6 +10,8 @@ from pippin.engines.torch import attention
 from pippin.engines.torch.compiled import graphs
 from pippin.engines.torch.loss import Head, head_loss
 from pippin.engines.torch.rows import packed_rows
+from pippin.model.adapter import first_magnitudes
+from pippin.model.weights import Checkpoint
 from pippin.recipe import Lora, Train
 
 pytestmark = [
@@ -173,6 +175,19 @@ def test_layers_by_hand_give_the_cpus_gradients(
     for name, wanted in states[0].items():
         if name.startswith("exp_avg."):
             assert np.linalg.norm(states[1][name] - wanted) <= tolerance * np.linalg.norm(wanted)
+
+
+def test_dora_gives_the_cpus_losses(tiny, engine, cuda, samples, pack, adapter):
+    losses, lora = [], Lora(rank=4, dora=True)
+    for side in (engine, cuda):
+        model = side.load(tiny("llama"), "float32")
+        weights = adapter(model, live=True)
+        linears = {name.rpartition(".lora_")[0] for name in weights}
+        weights |= first_magnitudes(Checkpoint(tiny("llama")), linears)
+        trainer = model.trainer(Train(), lora, weights, 0)
+        losses.append([trainer.step([pack([samples])], 1e-2).loss_sum for _ in range(4)])
+    assert trainer.compiled
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
 def test_layers_that_drop_inputs_are_compiled(tiny, cuda, adapter):

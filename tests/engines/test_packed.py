@@ -6,7 +6,7 @@ import torch
 from tests.targets.tiny_quantized import CHANNEL, SHAPE, write_quantized
 from torch.nn import functional
 
-from pippin.engines import Sampling
+from pippin.engines import Sampling, load_engine
 from pippin.engines.torch import packed
 from pippin.engines.torch.lora import LoraLinear
 from pippin.engines.torch.packed import Int4Linear, Int8Linear, PackedLinear
@@ -110,8 +110,16 @@ def folder(tmp_path_factory):
     return path
 
 
-def test_a_folder_speaks_as_its_dense_model_does(folder, engine):
-    dense, coded = (engine.load(folder, dtype) for dtype in ("float32", "bfloat16"))
+NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=NO_CUDA)])
+def coded_engine(request, engine):
+    return engine if request.param == "cpu" else load_engine("torch", "cuda")
+
+
+def test_a_folder_speaks_as_its_dense_model_does(folder, engine, coded_engine):
+    dense, coded = engine.load(folder, "float32"), coded_engine.load(folder, "bfloat16")
     layers = [m for m in coded.network.modules() if isinstance(m, PackedLinear)]
     assert len(layers) == 7 * coded.network.config.num_hidden_layers
     assert not any(isinstance(m, PackedLinear) for m in dense.network.modules())
@@ -125,21 +133,21 @@ def test_a_folder_speaks_as_its_dense_model_does(folder, engine):
     np.testing.assert_allclose(own, best[len(asked) - 1 : -1], atol=0.15)
 
 
-def test_codes_take_the_memory_of_codes(folder, engine):
-    network = engine.load(folder, "bfloat16").network
+def test_codes_take_the_memory_of_codes(folder, coded_engine):
+    network = coded_engine.load(folder, "bfloat16").network
     linears = [m for m in network.modules() if isinstance(m, PackedLinear)]
     held = sum(b.numel() * b.element_size() for m in linears for b in m.buffers())
     weights = sum(m.in_features * m.out_features for m in linears)
     assert 8 * held / weights <= 4 + 4 * 16 / 32  # scales and biases, for us and for the kernel
 
 
-def test_an_adapter_trains_on_codes(folder, engine, pack, samples, tmp_path):
+def test_an_adapter_trains_on_codes(folder, engine, coded_engine, pack, samples, tmp_path):
     lora = Lora(rank=4, alpha=8, targets=("q_proj", "down_proj"))
     first = new_adapter(adapted_linears(Checkpoint(folder), lora), lora, seed=0)
     rows = pack([samples])
     losses = {}
-    for dtype in ("float32", "bfloat16"):
-        trainer = engine.load(folder, dtype).trainer(Train(), lora, first, 0)
+    for side, dtype in ((engine, "float32"), (coded_engine, "bfloat16")):
+        trainer = side.load(folder, dtype).trainer(Train(), lora, first, 0)
         found = [trainer.step([rows], 1e-2) for _ in range(8)]
         losses[dtype] = [step.loss_sum / step.tokens for step in found]
     assert any(
@@ -150,7 +158,7 @@ def test_an_adapter_trains_on_codes(folder, engine, pack, samples, tmp_path):
     np.testing.assert_allclose(losses["bfloat16"], losses["float32"], rtol=0.02)
     assert losses["bfloat16"][-1] < losses["bfloat16"][0] - 0.1
     save_adapter(tmp_path, lora, trainer.weights(), Base(name="x", digest=""))
-    again = engine.load(folder, "bfloat16", tmp_path)
+    again = coded_engine.load(folder, "bfloat16", tmp_path)
     tokens = samples[0][None]
     wanted = engine.load(folder, "float32", tmp_path).logprobs(tokens)
     np.testing.assert_allclose(again.logprobs(tokens), wanted, atol=0.15)

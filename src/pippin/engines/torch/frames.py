@@ -142,24 +142,61 @@ class Frame:
             return y_TO
         return x.rows @ self.whole[: self.outputs].T
 
+    def wide_product(self, x: Wide) -> tuple[Tensor, Tensor]:
+        """(T, O) without the adapters' update, and scale * x A^T (T, E) that it is made of.
+
+        For inputs wider than outputs: x [W; A]^T reads them once.
+        """
+        both_TX = _roomy(self.below, len(x.rows), self.outputs + self.extra)
+        torch.mm(x.values, self.whole[:, : self.inputs].T, out=both_TX)
+        tail_TE = both_TX[:, self.outputs :] * self.scale
+        if self.biased:
+            tail_TE[:, self.rank] = 1.0
+        return both_TX[:, : self.outputs], tail_TE
+
     def product_back(self, dy: Wide, x_TX: Tensor | None) -> tuple[Tensor, list[Tensor]]:
         """(T, I), the gradient of x, and those of the masters. `x_TX` is x's `whole`."""
         grads = self.grads(dy, x_TX)
+        return self.back_through(dy), grads
+
+    def back_through(self, dy: Wide) -> Tensor:
+        """(T, I), the gradient of x, once the tail of `dy` is filled."""
         if self.float8:
             dx_TI = _in_float8(dy, self.back, self.below.dtype)
-            return dx_TI.addmm_(dy.tail, self.below) if self.extra else dx_TI, grads
-        return dy.rows @ self.whole[:, : self.inputs], grads
+            return dx_TI.addmm_(dy.tail, self.below) if self.extra else dx_TI
+        return dy.rows @ self.whole[:, : self.inputs]
+
+    def wide_back(self, dy: Wide) -> Tensor:
+        """The same, and the tail filled on the way: where outputs are many, to read them once.
+
+        dy [W, B] gives both; the adapters' part of the gradient is added to the narrower side.
+        """
+        both_TX = _roomy(self.below, len(dy.rows), self.inputs + self.extra)
+        torch.mm(dy.values, self.whole[: self.outputs], out=both_TX)
+        torch.mul(both_TX[:, self.inputs :], self.scale, out=dy.tail)
+        return both_TX[:, : self.inputs].addmm_(dy.tail, self.below)
 
     def grads(self, dy: Wide, x_TX: Tensor | None) -> list[Tensor]:
-        """Those of the masters alone; fills the tail of `dy` with scale * dy B."""
-        if self.extra:
-            narrow = self.beside[self.span]
-            dy.tail.addmm_(dy.values[:, self.span], narrow, beta=0, alpha=self.scale)
+        """Those of the masters alone; fills the tail of `dy`."""
+        self.fill_back(dy)
         if not self.adapters:
             return []
         assert x_TX is not None
         below_EI = dy.tail.T @ x_TX[:, : self.inputs]
-        beside_OE = dy.values[:, self.span].T @ x_TX[:, self.inputs :]
+        return self.split(below_EI, self.beside_grad(dy, x_TX[:, self.inputs :]))
+
+    def fill_back(self, dy: Wide) -> None:
+        """The tail of `dy` becomes scale * dy B."""
+        if self.extra:
+            narrow = self.beside[self.span]
+            dy.tail.addmm_(dy.values[:, self.span], narrow, beta=0, alpha=self.scale)
+
+    def beside_grad(self, dy: Wide, tail_TE: Tensor) -> Tensor:
+        """Of B, over the outputs that the frame reaches; `tail_TE` is x's."""
+        return dy.values[:, self.span].T @ tail_TE
+
+    def split(self, below_EI: Tensor, beside_OE: Tensor) -> list[Tensor]:
+        """The gradients of the masters from those of A and, over the frame's reach, of B."""
         grads: list[Tensor] = []
         for a in self.adapters:
             rows = slice(a.rows.start - self.span.start, a.rows.stop - self.span.start)

@@ -7,7 +7,7 @@ Shape letters: T tokens, D hidden, H query heads, K kv heads, C head channels, O
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -49,6 +49,14 @@ class Llama:
         return self.kqv, self.o, self.both, self.down
 
     @property
+    def tiled(self) -> bool:
+        """Whether the adapters on both sides of the gate take their gradients while it is there.
+
+        FP8 needs a token's whole row at once.
+        """
+        return bool(self.both.adapters and self.down.adapters) and not self.both.float8
+
+    @property
     def masters(self) -> list[nn.Parameter]:
         """Of all frames in turn."""
         return [master for frame in self.frames for master in frame.masters]
@@ -64,9 +72,10 @@ class Llama:
         """(1, T, H, C), a view of the rows."""
         return x_TD.unflatten(1, (self.heads[0], self.heads[2]))[None]
 
-    def rotate(self, kqv_TO: Tensor, call: "Call", sign: float) -> None:
-        """Query and key by their positions' angles times `sign`, in place."""
-        ops.rotate(kqv_TO, call.cos_TC, call.sin_TC, self.heads[0] + self.heads[1], sign)
+    @property
+    def turned(self) -> int:
+        """Heads of key and query, which come first in a row and are turned by their position."""
+        return self.heads[0] + self.heads[1]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,7 +183,7 @@ class _Layer(torch.autograd.Function):
         n = parts.kqv.inner(len(x_TD))
         rates_T = ops.norm(x_TD, parts.norms[0], n)[1]
         kqv_TO = parts.kqv.product(n)
-        parts.rotate(kqv_TO, call, 1.0)
+        ops.rotate(kqv_TO, call.cos_TC, call.sin_TC, parts.turned, 1.0)
         a = parts.o.inner(len(x_TD), keep=True)
         lse_HT = attend_forward(
             *parts.split(kqv_TO), parts.by_head(a.values), *_limits(parts, call)
@@ -184,8 +193,12 @@ class _Layer(torch.autograd.Function):
         middle_TD, middle_rates_T = ops.norm(x_TD, parts.norms[1], m, y_TD)
         both_TF = parts.both.product(m)
         h = ops.gate(both_TF, parts.down)
-        out_TD = parts.down.product(h).add_(middle_TD)
-        again = (_kept(n, parts.kqv), _kept(m, parts.both), _kept(h, parts.down))
+        if parts.tiled:
+            y_TD, h_kept = parts.down.wide_product(h)
+            out_TD = ops.add_update(y_TD, middle_TD, h_kept, parts.down)
+        else:
+            out_TD, h_kept = parts.down.product(h).add_(middle_TD), _kept(h, parts.down)
+        again = (_kept(n, parts.kqv), _kept(m, parts.both), h_kept)
         kept = (x_TD, rates_T, kqv_TO, a.whole, lse_HT, middle_TD, middle_rates_T, both_TF)
         ctx.save_for_backward(*kept, *again)
         ctx.parts, ctx.call = parts, call
@@ -198,11 +211,9 @@ class _Layer(torch.autograd.Function):
         x_TD, rates_T, kqv_TO, a_whole, lse_HT, middle_TD, middle_rates_T, both_TF, *again = (
             ctx.saved_tensors
         )
-        n_whole, m_whole, h_whole = again
+        n_whole, m_whole, h_kept = again
         grad_TD = grads[0]
-        d_h, down_grads = parts.down.product_back(ops.take(grad_TD, parts.down), h_whole)
-        d_both = ops.gate_grad(d_h, both_TF, parts.both)
-        d_m, both_grads = parts.both.product_back(d_both, m_whole)
+        d_m, both_grads, down_grads = _mlp_back(parts, grad_TD, both_TF, m_whole, h_kept)
         d_y = parts.o.outer(len(x_TD), keep=True)
         norms = parts.norms
         d_middle = ops.norm_grad(d_m, (middle_TD, middle_rates_T), norms[1], d_y, grad_TD)
@@ -213,15 +224,37 @@ class _Layer(torch.autograd.Function):
         d_split = parts.split(d_kqv.values)
         limits = _limits(parts, call)
         attend_backward(parts.by_head(d_a), kept, parts.split(kqv_TO), d_split, *limits)
-        parts.rotate(d_kqv.values, call, -1.0)
         dx_TD = None
+        back = (call.cos_TC, call.sin_TC, parts.turned, -1.0)
         if ctx.needs_input_grad[0]:
-            d_n, kqv_grads = parts.kqv.product_back(ops.encode(d_kqv), n_whole)
-            dx = parts.down.outer(len(x_TD), keep=True)  # what the layer below reads
+            d_kqv = ops.rotate_and_encode(d_kqv, *back)
+            d_n, kqv_grads = parts.kqv.product_back(d_kqv, n_whole)
+            # Where the layer below reads it; FP8 codes would not travel with it.
+            dx = replace(parts.down.outer(len(x_TD), keep=True), codes=None)
             dx_TD = ops.norm_grad(d_n, (x_TD, rates_T), norms[0], dx, d_middle)
         else:
+            ops.rotate(d_kqv.values, *back)
             kqv_grads = parts.kqv.grads(d_kqv, n_whole)
         return dx_TD, None, None, *kqv_grads, *o_grads, *both_grads, *down_grads
+
+
+def _mlp_back(
+    parts: Llama, grad_TD: Tensor, both_TF: Tensor, m_whole: Any, h_kept: Any
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """The gradient of what gate and up read, and those of the masters of `both` and `down`."""
+    both, down = parts.both, parts.down
+    dy = ops.take(grad_TD, down)
+    if not parts.tiled:
+        d_h, down_grads = down.product_back(dy, h_kept)
+        d_m, both_grads = both.product_back(ops.gate_grad(d_h, both_TF, both), m_whole)
+        return d_m, both_grads, down_grads
+    down.fill_back(dy)
+    m_TI, m_TE = m_whole[:, : both.inputs], m_whole[:, both.inputs :]
+    d_h = down.back_through(dy)
+    d_both, above_FE, below_EF = ops.gate_grad_tiles(d_h, both_TF, both, m_TE, dy.tail)
+    d_m = both.wide_back(d_both)
+    both_grads = both.split(d_both.tail.T @ m_TI, above_FE[both.span])
+    return d_m, both_grads, down.split(below_EF, down.beside_grad(dy, h_kept))
 
 
 def _kept(x: Wide, frame: Frame) -> Tensor | None:

@@ -48,7 +48,7 @@ def norm(
 
 @triton.jit
 def norm_grad(
-    grad, x, rates, weight, beside, out, codes, scales, D, beside_row, out_row,
+    grad, x, rates, weight, beside, out, codes, scales, D, grad_row, beside_row, out_row,
     ADD: tl.constexpr, CODES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """out = beside + the gradient of the norm's input, from the gradient of its output."""
@@ -57,7 +57,7 @@ def norm_grad(
     inside = place < D
     rate = tl.load(rates + row)
     normed = tl.load(x + row * D + place, mask=inside, other=0.0).to(tl.float32) * rate
-    inner = tl.load(grad + row * D + place, mask=inside, other=0.0).to(tl.float32)
+    inner = tl.load(grad + row * grad_row + place, mask=inside, other=0.0).to(tl.float32)
     inner *= tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
     mean = tl.sum(inner * normed, 0) / D
     result = (inner - normed * mean) * rate
@@ -146,6 +146,75 @@ def gate_grad(
 
 
 @triton.jit
+def gate_grad_tiles(
+    grad, both, out, read, written, above, below, T, F, E, R,
+    both_row, out_row, read_row, written_row, tokens,
+    M: tl.constexpr, N: tl.constexpr, WIDE_E: tl.constexpr, WIDE_R: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`gate_grad` by tiles, with the gradients of the adapters on both sides while they are there.
+
+    A program takes N channels of `tokens` tokens. `above` (splits, 2F, E) takes the gates' and ups'
+    gradients times `read` (T, E); `below` (splits, F, R) silu(gate) * up times `written` (T, R).
+    """
+    channel = tl.program_id(0) * N + tl.arange(0, N)
+    inside = channel < F
+    e, r = tl.arange(0, WIDE_E), tl.arange(0, WIDE_R)
+    gate_sum = tl.zeros([N, WIDE_E], tl.float32)
+    up_sum = tl.zeros([N, WIDE_E], tl.float32)
+    below_sum = tl.zeros([N, WIDE_R], tl.float32)
+    split = tl.program_id(1)
+    for block in range(0, tokens, M):
+        row = split * tokens + block + tl.arange(0, M)
+        row = tl.where(block + tl.arange(0, M) < tokens, row, T).to(tl.int64)
+        real = row < T
+        seen = inside[:, None] & real[None, :]
+        from_both = both + row[None, :] * both_row + channel[:, None]
+        g = tl.load(from_both, mask=seen, other=0.0).to(tl.float32)
+        u = tl.load(from_both + F, mask=seen, other=0.0).to(tl.float32)
+        d = tl.load(grad + row[None, :] * F + channel[:, None], mask=seen, other=0.0).to(tl.float32)
+        chance = tl.sigmoid(g)
+        silu = g * chance
+        d_gate = (d * u * (chance + silu * (1.0 - chance))).to(out.dtype.element_ty)
+        d_up = (d * silu).to(out.dtype.element_ty)
+        place = out + row[None, :] * out_row + channel[:, None]
+        tl.store(place, d_gate, mask=seen)
+        tl.store(place + F, d_up, mask=seen)
+        known = real[:, None] & (e < E)[None, :]
+        tail = tl.load(read + row[:, None] * read_row + e[None, :], mask=known, other=0.0)
+        gate_sum = tl.dot(d_gate, tail, gate_sum, input_precision=PRECISION)
+        up_sum = tl.dot(d_up, tail, up_sum, input_precision=PRECISION)
+        known = real[:, None] & (r < R)[None, :]
+        tail = tl.load(written + row[:, None] * written_row + r[None, :], mask=known, other=0.0)
+        h = (silu * u).to(out.dtype.element_ty)
+        below_sum = tl.dot(h, tail, below_sum, input_precision=PRECISION)
+    above += (split * 2 * F + channel[:, None]) * E + e[None, :]
+    known = inside[:, None] & (e < E)[None, :]
+    tl.store(above, gate_sum, mask=known)
+    tl.store(above + F * E, up_sum, mask=known)
+    known = inside[:, None] & (r < R)[None, :]
+    tl.store(below + (split * F + channel[:, None]) * R + r[None, :], below_sum, mask=known)
+
+
+@triton.jit
+def add_update(
+    y, beside, tail, matrix, out, T, D, E, y_row, matrix_row,
+    M: tl.constexpr, N: tl.constexpr, WIDE_E: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out (T, D) = y + beside + tail (T, E) times matrix (D, E) transposed."""
+    row = (tl.program_id(0) * M + tl.arange(0, M)).to(tl.int64)[:, None]
+    column, e = tl.program_id(1) * N + tl.arange(0, N), tl.arange(0, WIDE_E)
+    left = tl.load(tail + row * E + e[None, :], mask=(row < T) & (e < E)[None, :], other=0.0)
+    known = (e < E)[:, None] & (column < D)[None, :]
+    right = tl.load(matrix + column[None, :] * matrix_row + e[:, None], mask=known, other=0.0)
+    seen = (row < T) & (column < D)[None, :]
+    total = tl.dot(left, right, input_precision=PRECISION)
+    total += tl.load(y + row * y_row + column[None, :], mask=seen, other=0.0).to(tl.float32)
+    total += tl.load(beside + row * D + column[None, :], mask=seen, other=0.0).to(tl.float32)
+    tl.store(out + row * D + column[None, :], total.to(out.dtype.element_ty), mask=seen)
+
+
+@triton.jit
 def rotate(
     x, cos, sin, row_stride, H, sign,
     C: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
@@ -163,6 +232,41 @@ def rotate(
     right = tl.load(target + half, mask=inside, other=0.0).to(tl.float32)
     tl.store(target, (left * c - right * s).to(x.dtype.element_ty), mask=inside)
     tl.store(target + half, (right * c + left * s).to(x.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _turned(x, cos, sin, place, D, TURNED, sign, C: tl.constexpr):
+    half: tl.constexpr = C // 2
+    channel = place % C
+    left, turned = channel < half, place < TURNED
+    value = tl.load(x + place, mask=place < D, other=0.0).to(tl.float32)
+    other = tl.load(x + tl.where(left, place + half, place - half), mask=turned, other=0.0)
+    other = tl.where(left, -other.to(tl.float32), other.to(tl.float32))
+    angle = tl.where(left, channel, channel - half)
+    c = tl.load(cos + angle, mask=turned, other=1.0).to(tl.float32)
+    s = tl.load(sin + angle, mask=turned, other=0.0).to(tl.float32) * sign
+    return (value * c + other * s).to(x.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def rotate_rounded(
+    x, cos, sin, codes, scales, D, TURNED, x_row, sign,
+    C: tl.constexpr, MOST: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
+    """`rotate` over the first TURNED channels of a row, and `round_rows` of the whole row."""
+    row = tl.program_id(0).to(tl.int64)
+    x += row * x_row
+    cos += row * C
+    sin += row * C
+    codes += row * D
+    place, after = tl.arange(0, MOST), MOST + tl.arange(0, REST)
+    first = _turned(x, cos, sin, place, D, TURNED, sign, C)
+    second = _turned(x, cos, sin, after, D, TURNED, sign, C)
+    scale = _row_scale(scales, row, first, second)  # the program has read all before it writes
+    tl.store(x + place, first.to(x.dtype.element_ty), mask=place < TURNED)
+    tl.store(x + after, second.to(x.dtype.element_ty), mask=after < TURNED)
+    _put_codes(codes, place, place < D, first, scale)
+    _put_codes(codes, after, after < D, second, scale)
 
 
 @triton.jit

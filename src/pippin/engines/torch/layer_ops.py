@@ -12,6 +12,9 @@ from torch import Tensor
 from pippin.engines.torch import layer_kernels as kernels
 from pippin.engines.torch.frames import Frame, Wide
 
+SPLITS = 8  # of the tokens, where sums over them are made
+GATE_TILE = {"M": 32, "N": 64, "num_warps": 4, "num_stages": 3}  # the fastest on Hopper
+
 
 class Norm(NamedTuple):
     """An RMS norm's weight (D,) and epsilon."""
@@ -48,7 +51,7 @@ def norm_grad(
     beside = grad_TD if beside_TD is None else beside_TD
     kernels.norm_grad[(tokens,)](
         grad_TD, x_TD, rates_T, norm.weight_D, beside, out.whole, *_codes(out, x_TD),
-        width, beside.stride(0), _row(out),
+        width, grad_TD.stride(0), beside.stride(0), _row(out),
         ADD=beside_TD is not None, CODES=out.codes is not None, BLOCK=_power(width), num_warps=8,
     )  # fmt: skip
     return out.values
@@ -77,6 +80,38 @@ def gate_grad(grad_TF: Tensor, both_TF: Tensor, frame: Frame) -> Wide:
     return out
 
 
+def gate_grad_tiles(
+    grad_TF: Tensor, both_TF: Tensor, frame: Frame, read_TE: Tensor, written_TR: Tensor
+) -> tuple[Wide, Tensor, Tensor]:
+    """`gate_grad`; what it times `read_TE` gives, (2F, E); the gated times `written_TR`, (R, F).
+
+    Both are sums over tokens: gradients of the adapters on either side, with nothing read again.
+    """
+    (tokens, width), extra, rank = grad_TF.shape, read_TE.shape[1], written_TR.shape[1]
+    out = frame.outer(tokens)
+    part = -(-tokens // SPLITS)
+    above = grad_TF.new_empty(SPLITS, 2 * width, extra, dtype=torch.float32)
+    below = grad_TF.new_empty(SPLITS, width, rank, dtype=torch.float32)
+    kernels.gate_grad_tiles[(-(-width // GATE_TILE["N"]), SPLITS)](
+        grad_TF, both_TF, out.rows, read_TE, written_TR, above, below, tokens, width, extra, rank,
+        both_TF.stride(0), _row(out), read_TE.stride(0), written_TR.stride(0), part,
+        WIDE_E=_power(extra), WIDE_R=_power(rank), PRECISION=_precision(grad_TF), **GATE_TILE,
+    )  # fmt: skip
+    dtype = grad_TF.dtype
+    return out, above.sum(0).to(dtype), below.sum(0).T.to(dtype)
+
+
+def add_update(y_TD: Tensor, beside_TD: Tensor, tail_TE: Tensor, frame: Frame) -> Tensor:
+    """y + beside + the update that the frame's adapters make of `tail_TE`."""
+    out_TD, (tokens, width) = torch.empty_like(beside_TD), beside_TD.shape
+    kernels.add_update[(-(-tokens // 64), -(-width // 128))](
+        y_TD, beside_TD, tail_TE, frame.beside, out_TD, tokens, width, frame.extra,
+        y_TD.stride(0), frame.beside.stride(0),
+        M=64, N=128, WIDE_E=_power(frame.extra), PRECISION=_precision(y_TD), num_warps=8,
+    )  # fmt: skip
+    return out_TD
+
+
 def rotate(x_TO: Tensor, cos_TC: Tensor, sin_TC: Tensor, heads: int, sign: float) -> None:
     """Turn the first `heads` heads of every row by their position's angles, in place."""
     channels = cos_TC.shape[1]
@@ -85,6 +120,19 @@ def rotate(x_TO: Tensor, cos_TC: Tensor, sin_TC: Tensor, heads: int, sign: float
         x_TO, cos_TC, sin_TC, x_TO.stride(0), heads, sign,
         C=channels, HALF=_power(channels // 2), HEADS=some, num_warps=8,
     )  # fmt: skip
+
+
+def rotate_and_encode(x: Wide, cos_TC: Tensor, sin_TC: Tensor, heads: int, sign: float) -> Wide:
+    """The same with the values of `x`, and its codes where they are wanted."""
+    if x.codes is None:
+        rotate(x.values, cos_TC, sin_TC, heads, sign)
+        return x
+    channels = cos_TC.shape[1]
+    kernels.rotate_rounded[(len(cos_TC),)](
+        x.values, cos_TC, sin_TC, x.codes, x.scale, x.width, heads * channels, _row(x), sign,
+        C=channels, **_two(x.width),
+    )  # fmt: skip
+    return x
 
 
 def encode(x: Wide) -> Wide:
@@ -146,6 +194,10 @@ def _codes(out: Wide, like: Tensor) -> tuple[Any, Any]:
 
 def _row(out: Wide) -> int:
     return 0 if out.whole is None else out.whole.stride(0)
+
+
+def _precision(x: Tensor) -> str:
+    return "ieee" if x.dtype == torch.float32 else "tf32"
 
 
 def _power(width: int) -> int:

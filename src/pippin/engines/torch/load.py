@@ -40,9 +40,9 @@ def load_network(
 ) -> PreTrainedModel:
     """The folder's causal language model on `device`, frozen, in evaluation mode.
 
-    A folder quantized in our layout is dequantized while it loads; in bfloat16 on a CPU, linears
-    that have a kernel there keep their codes. Raises ModelError for a folder that is not a model,
-    and for tensors that are missing, left over or of another shape.
+    A folder quantized in our layout is dequantized while it loads; in bfloat16, on a CPU or on
+    CUDA, linears that have a kernel there keep their codes. Raises ModelError for a folder that is
+    not a model, and for tensors that are missing, left over or of another shape.
     """
     config = _read_config(folder, ways.remote_code)
     kind = _model_class(folder, config)
@@ -52,8 +52,7 @@ def load_network(
         for key in ("quantization", "quantization_config"):
             config.__dict__.pop(key, None)
         view = DenseView(folder)
-        if device.type == "cpu" and dtype == torch.bfloat16:
-            kernels = packable(view, _linears(kind, config))
+        kernels = packable(view, _linears(kind, config), device, dtype)
         tensors = _dense(view, dtype, kernels)
         source |= {"pretrained_model_name_or_path": None, "state_dict": tensors}
     network = _load(kind, config, folder, dtype=dtype, device=device, **source)

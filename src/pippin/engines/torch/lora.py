@@ -187,5 +187,5 @@ def _adapted(base: Frozen, name: str, weights: Weights, scale: float, dropout: f
 def _master(base: Frozen, array: NDArray[Any]) -> Tensor:
     packed = isinstance(base, PackedLinear)
     exact = torch.float32 if packed else torch.promote_types(base.weight.dtype, torch.float32)
-    device = torch.device("cpu") if packed else base.weight.device
+    device = base.device if packed else base.weight.device
     return torch.tensor(array.astype("float64"), dtype=exact).to(device)

@@ -1,7 +1,7 @@
 """Linears whose weight stays in codes: a few tokens are multiplied by the codes themselves.
 
-More tokens, and training, take a dense copy that lives as long as the product. Only the CPU's
-kernels are used here; a folder whose linears have none is dequantized when it loads.
+More tokens, and training, take a dense copy that lives as long as the product. The CPU's kernels
+are PyTorch's, those for CUDA in packed_cuda.py; a linear without one is dequantized while it loads.
 
 Shape letters: N tokens, I inputs, O outputs, G groups, S inputs of one group.
 """
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pippin.engines.torch.attention import prepare
 from pippin.model.quantized import DenseView
 from pippin.quantizers import Codes, Grid
 
@@ -26,6 +27,8 @@ GROUPS = (32, 64, 128, 256)
 
 class PackedLinear(nn.Module, abc.ABC):
     """y = x W^T + bias. `dense()` is W in bfloat16, rounded once from code * scale + bias."""
+
+    few_tokens = FEW
 
     def __init__(self, shape: tuple[int, int], bias: Tensor | None) -> None:
         super().__init__()
@@ -40,9 +43,18 @@ class PackedLinear(nn.Module, abc.ABC):
     def product(self, x: Tensor) -> Tensor:
         """x W^T."""
         x_NI = x.reshape(-1, self.in_features)
-        few = len(x_NI) <= FEW and not (x_NI.requires_grad and torch.is_grad_enabled())
-        y_NO = self.few(x_NI.contiguous()) if few else _Product.apply(x_NI, self)
+        few = len(x_NI) <= self.few_tokens and not (x_NI.requires_grad and torch.is_grad_enabled())
+        y_NO = self.few(x_NI.contiguous()) if few else self.many(x_NI)
         return y_NO.view(*x.shape[:-1], self.out_features)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the codes are."""
+        return next(self.buffers()).device
+
+    def many(self, x_NI: Tensor) -> Tensor:
+        """The product through a dense copy."""
+        return _Product.apply(x_NI, self)
 
     @abc.abstractmethod
     def few(self, x_NI: Tensor) -> Tensor:
@@ -157,14 +169,29 @@ def kernel_for(grid: Grid, shape: tuple[int, ...]) -> Callable[[Codes, Any], Pac
     return None
 
 
-def packable(view: DenseView, linears: Collection[str]) -> dict[str, Any]:
+def packable(
+    view: DenseView, linears: Collection[str], device: torch.device, dtype: torch.dtype
+) -> dict[str, Any]:
     """Tensor name -> kernel, of the quantized weights whose module is one of `linears`."""
+    kernel_of = _kernels(device) if dtype == torch.bfloat16 else None
+    if kernel_of is None:
+        return {}
     found = {}
     for name, grid in view.grids.items():
-        kernel = kernel_for(grid, view.tensors[name].shape)
+        kernel = kernel_of(grid, view.tensors[name].shape)
         if kernel is not None and name.removesuffix(".weight") in linears:
             found[name] = kernel
     return found
+
+
+def _kernels(device: torch.device) -> Any:
+    if device.type == "cpu":
+        return kernel_for
+    if not prepare(device):
+        return None
+    from pippin.engines.torch import packed_cuda
+
+    return packed_cuda.kernel_for
 
 
 def pack(network: nn.Module, view: DenseView, kernels: dict[str, Any]) -> None:
@@ -172,8 +199,9 @@ def pack(network: nn.Module, view: DenseView, kernels: dict[str, Any]) -> None:
     for name, kernel in kernels.items():
         parent, _, child = name.removesuffix(".weight").rpartition(".")
         module: Any = network.get_submodule(parent)
-        made = kernel(view.read_codes(name), getattr(module, child).bias)
-        setattr(module, child, made)
+        linear = getattr(module, child)
+        made = kernel(view.read_codes(name), linear.bias)
+        setattr(module, child, made.to(linear.weight.device))
 
 
 def _as_stored(array: Any) -> Tensor:
