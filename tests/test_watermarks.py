@@ -9,8 +9,8 @@ from pippin.errors import UsageError
 from pippin.machine import find_machine
 from pippin.plan import make_plan
 from pippin.recipe_file import load_recipe
-from pippin.run import run
-from pippin.watermarks import HIGH, LOW, set_watermarks
+from pippin.run import run, with_refusals
+from pippin.watermarks import FALLBACK, HIGH, LOW, set_watermarks
 from tests.tiny_runs import RECIPE, write_speaking_model
 
 
@@ -73,3 +73,23 @@ def test_a_run_sets_them_before_anything_else(tmp_path, monkeypatch):
 def test_what_pytorch_would_refuse(environment, message):
     with pytest.raises(UsageError, match=message):
         set_watermarks("mps", environment)
+
+
+def test_a_fallback_without_a_word_is_told():
+    assert len(set_watermarks("mps", {FALLBACK: "0"})) == 1
+    assert "runs on the CPU, slowly" in set_watermarks("mps", {FALLBACK: "1"})[1]
+
+
+def test_a_plan_tells_what_a_run_would_say_and_sets_nothing(tmp_path, monkeypatch):
+    write_speaking_model(tmp_path / "model")
+    (tmp_path / "tiny.toml").write_text(RECIPE)
+    plan = make_plan(load_recipe(tmp_path / "tiny.toml"), find_machine())
+    plan = replace(plan, device="mps")
+    monkeypatch.delenv(HIGH, raising=False)
+    monkeypatch.setenv(LOW, "0.5")
+    assert with_refusals(plan).notices[-1].startswith(f"{HIGH}=1, {LOW}=0.5")
+    assert HIGH not in os.environ
+    monkeypatch.setenv(LOW, "half")
+    assert (f"{LOW}=half is no ratio", f"unset {LOW}: pippin sets it") in with_refusals(
+        plan
+    ).refusals

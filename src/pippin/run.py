@@ -262,7 +262,19 @@ def with_refusals(plan: Plan) -> Plan:
     asked: list[Refusal] = []
     if (plan.model / CONFIG).is_file():
         asked = [*_engine_refusals(plan), *check_recipe(plan.recipe, plan.model)]
+    plan = _with_environment(plan)
     return replace(plan, refusals=(*plan.refusals, *lacking, *asked))
+
+
+def _with_environment(plan: Plan) -> Plan:
+    """The plan with what a run would say of the variables that PyTorch reads, none of them set."""
+    if plan.machine.elsewhere or plan.recipe.model.engine != "torch":
+        return plan
+    try:
+        told = set_watermarks(plan.device, dict(os.environ))
+    except UsageError as error:
+        return replace(plan, refusals=(*plan.refusals, (error.message, error.hint)))
+    return replace(plan, notices=(*plan.notices, *told))
 
 
 def _engine_refusals(plan: Plan) -> list[Refusal]:

@@ -9,6 +9,7 @@ from collections.abc import MutableMapping
 from pippin.errors import UsageError
 
 HIGH, LOW = "PYTORCH_MPS_HIGH_WATERMARK_RATIO", "PYTORCH_MPS_LOW_WATERMARK_RATIO"
+FALLBACK = "PYTORCH_ENABLE_MPS_FALLBACK"
 # Up to Metal's own recommendation; from the lower mark on caches are given back.
 HIGH_RATIO, LOW_RATIO = 1.0, 0.8
 MOST = 1.3  # of the recommendation, at least 2/3 of memory: above lies what is not there
@@ -33,7 +34,12 @@ def set_watermarks(device: str, environment: MutableMapping[str, str]) -> tuple[
     told = f"{HIGH}={high:g}, {LOW}={low:g}: of the GPU's recommended memory"
     environment[HIGH], environment[LOW] = f"{high:g}", f"{low:g}"
     if high == 0 or high > MOST:
-        return (f"{told}; nothing stops PyTorch before this machine swaps, unset {HIGH}",)
+        told += f"; nothing stops PyTorch before this machine swaps, unset {HIGH}"
+    if environment.get(FALLBACK, "0") != "0":
+        return (
+            told,
+            f"{FALLBACK} is set: what MPS lacks runs on the CPU, slowly; unset it to be told",
+        )
     return (told,)
 
 
