@@ -45,6 +45,13 @@ def test_values_and_gradients_equal_the_linears(ranks, bias):
     dx_TI, grads = frame.product_back(dy, x.whole)
     for ours, one in zip([dx_TI, *grads], wanted, strict=True):
         torch.testing.assert_close(ours, one)
+    if frame.extra:  # the same, with inputs or gradients read once
+        y_TO, tail_TE = frame.wide_product(x)
+        torch.testing.assert_close(y_TO + tail_TE @ frame.beside.T, wanted_TO.detach())
+        again, tail_TE = frame.outer(TOKENS), dy.tail.clone()
+        again.values.copy_(upstream_TO)
+        torch.testing.assert_close(frame.wide_back(again), wanted[0])
+        torch.testing.assert_close(again.tail[:, : frame.rank], tail_TE[:, : frame.rank])
 
 
 def test_the_linears_weights_become_views():
