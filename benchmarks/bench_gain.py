@@ -41,14 +41,14 @@ NEAREST = recipe.Quantize(method="rtn", bits=4, group_size=64, scheme="affine", 
 BEST = replace(NEAREST, method="best", importance="inputs", calibration_tokens=4096)
 # By figure: where the merged weights come from, and how they are rounded. The first is ours.
 WAYS: dict[str, dict[str, tuple[str, recipe.Quantize | None]]] = {
+    "gain-kept-4bit-base": {
+        "best": ("base", BEST),
+        "mlx_lm.fuse": ("base", None),
+        "nearest": ("base", NEAREST),
+    },
     "gain-kept-original": {
         "best": ("original", BEST),
         "nearest": ("original", NEAREST),
-    },
-    "gain-kept-4bit-base": {
-        "best": ("base", BEST),
-        "nearest": ("base", NEAREST),
-        "mlx_lm.fuse": ("base", None),
     },
 }
 

@@ -40,6 +40,8 @@ def pack(codes_OI: NDArray[np.uint8], bits: int) -> NDArray[np.uint32]:
         words = words.view(kind)
         held = words.dtype.type(2**width - 1)
         words = (words & held) | ((words >> width) << (width * bits // 8))
+    if bits in (2, 4):  # eight of them fill a word that numpy has
+        return words.astype(f"<u{bits}").view("<u4")
     used = words.view(np.uint8).reshape(rows, inputs // 8, 8)[..., :bits]
     return np.ascontiguousarray(used).reshape(rows, -1).view("<u4")
 
