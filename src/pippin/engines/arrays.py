@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from numpy.typing import NDArray
 
 from pippin.engines import Weights
-from pippin.errors import ModelError, UsageError
+from pippin.errors import ModelError
 from pippin.model import names
 
 Pair: TypeAlias = tuple[NDArray[Any], NDArray[Any]]
@@ -43,16 +43,6 @@ def find_magnitude(weights: Weights, linear: str, outputs: int) -> NDArray[Any] 
             "the adapter was trained on another base; name its base as model.source",
         )
     return array
-
-
-def refuse_dora(engine: str, weights: Iterable[str]) -> None:
-    """Raise UsageError for a DoRA adapter, where the engine has plain ones alone."""
-    if any(name.endswith(names.MAGNITUDE) for name in weights):
-        raise UsageError(
-            f"the engine {engine} does not apply DoRA",
-            "leave lora.dora out, or set model.engine to torch or jax; an adapter that is there "
-            "can be merged with `pippin merge`",
-        )
 
 
 def find_saved(state: Weights, key: str, shape: tuple[int, ...]) -> NDArray[Any]:
