@@ -19,6 +19,7 @@ HALF = 256
 DECODING = 0.1
 SHORTEST = 128  # tokens of a row; samples are cut down to it where nothing else fits
 LONGEST = 8192
+RECOMPUTED = (0.0, 0.5, 1.0)  # shares of the layers
 BITS, GROUP = 4, 64  # of a quantized base: the recipe's defaults
 
 
@@ -42,7 +43,7 @@ def ways(forecast: Forecast) -> list[Way]:
 def shorter_ways(forecast: Forecast) -> list[Way]:
     """One row, checkpointing, and samples cut shorter and shorter."""
     train, length = forecast.recipe.train, forecast.recipe.train.row_tokens
-    spared = replace(train, batch_rows=1, gradient_checkpointing=True)
+    spared = replace(train, batch_rows=1, gradient_checkpointing=True, recomputed_layers=1.0)
     lengths = []
     while (length := length // 2) >= SHORTEST:
         lengths.append(replace(spared, row_tokens=length))
@@ -76,8 +77,12 @@ def _settings(train: Train, longest: int) -> Iterator[Train]:
             if whole % (length * rows) == 0:
                 passes = whole // (length * rows)
                 same = replace(train, row_tokens=length, batch_rows=rows, accumulate=passes)
-                yield replace(same, gradient_checkpointing=False)
-                yield replace(same, gradient_checkpointing=True)
+                for share in RECOMPUTED:
+                    spared = {
+                        "gradient_checkpointing": share > 0,
+                        "recomputed_layers": share or 1.0,
+                    }
+                    yield replace(same, **spared)
             rows *= 2
     yield train
 
@@ -117,6 +122,7 @@ def _quantized(config: ModelConfig) -> ModelConfig:
 def _keys(forecast: Forecast, old: Train, new: Train, base: Forecast) -> str:
     """What to set, in the recipe's own words; empty for the recipe as it is."""
     names = ("batch_rows", "row_tokens", "accumulate", "gradient_checkpointing")
+    names += ("recomputed_layers",)
     changed = [
         f"train.{name} = {str(getattr(new, name)).lower()}"
         for name in names
