@@ -94,6 +94,12 @@ FAULTS = [
         "affine",
     ),
     ("steps = 10", "patience = 2", "17: train.patience: counts validations", "train.valid_every"),
+    (
+        "steps = 10",
+        "recomputed_layers = 0.5",
+        "17: train.recomputed_layers: is a share of what gradient_checkpointing recomputes",
+        "train.gradient_checkpointing",
+    ),
 ]
 
 
