@@ -85,6 +85,8 @@ def partition(rows: list[dict[str, str]], line: str) -> Group:
     for row in shown:
         table.add_row(*(Text(row[key]) for key in PARTITION))
     others = sum(int(row["delegated"]) for row in rows if row not in shown)
+    if not shown:  # nobody counted the multiplications
+        return Group(Text(f"{line}: {others} operators.\n", style="dim"))
     more = f"; {others} more nodes inside multiply no matrices" if others else ""
     return Group(table, Text(f"{line}{more}.\n", style="dim"))
 

@@ -70,7 +70,13 @@ def write(bundle: Bundle) -> Iterator[Event]:
             "deploy this model to another target",
         )
     description = describe(bundle, "coreml", tokenizer, {FILE: "weights and program"})
-    said = {"runtime": RUNTIME, "check": check, "stored": stored, "float32": sorted(wide)}
+    said = {
+        "runtime": RUNTIME,
+        "delegation": model.report(),
+        "check": check,
+        "stored": stored,
+        "float32": sorted(wide),
+    }
     finish(bundle, description | said, guide)
     yield progress(2, started)
 
