@@ -162,3 +162,16 @@ def test_an_adapter_trains_on_codes(folder, engine, coded_engine, pack, samples,
     tokens = samples[0][None]
     wanted = engine.load(folder, "float32", tmp_path).logprobs(tokens)
     np.testing.assert_allclose(again.logprobs(tokens), wanted, atol=0.15)
+
+
+def test_moments_of_codes_are_those_of_dense_weights(folder, engine, pack, samples):
+    """By float32, which dequantizes; an adapter's base may keep its codes while it calibrates."""
+    coded, dense = engine.load(folder, "bfloat16"), engine.load(folder, "float32")
+    assert any(isinstance(m, PackedLinear) for m in coded.network.modules())
+    batch = [pack([samples[:2]])]
+    assert coded.loss_moments(batch).keys() == dense.loss_moments(batch).keys()
+    found, wanted = (model.input_moments(batch) for model in (coded, dense))
+    assert found.keys() == wanted.keys()
+    for name, moment in wanted.items():
+        atol = 0.1 * float(np.abs(moment).max())
+        np.testing.assert_allclose(found[name], moment, atol=atol, err_msg=name)

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pippin.engines.torch.body import hidden_states
-from pippin.engines.torch.lora import LoraLinear
 from pippin.engines.torch.loss import Head, head_loss, logits_loss
-from pippin.engines.torch.moments import add_upper, whole
+from pippin.engines.torch.moments import LINEARS, add_upper, whole
 from pippin.engines.torch.rows import Rows
 
 TINY = torch.finfo(torch.float32).tiny
@@ -78,7 +77,7 @@ def loss_moments(
     collector, draw = Weigher(), torch.Generator(network.device).manual_seed(seed)
     own = network.get_output_embeddings()
     asked = {n: m for n, m in network.named_modules() if names is None or n in names}
-    linears = {n: m for n, m in asked.items() if isinstance(m, nn.Linear | LoraLinear)}
+    linears = {n: m for n, m in asked.items() if isinstance(m, LINEARS)}
     head_name = next((n for n, m in linears.items() if m is own and head is not None), None)
     body: dict[str, nn.Module] = {n: m for n, m in linears.items() if m is not own}
     with _watched(network, body, collector):

@@ -14,8 +14,11 @@ from transformers import PreTrainedModel
 
 from pippin.engines.torch.body import hidden_states
 from pippin.engines.torch.lora import LoraLinear
+from pippin.engines.torch.packed import PackedLinear
 from pippin.engines.torch.rows import Rows
 
+# What reads inputs; a linear in codes is one as well.
+LINEARS = (nn.Linear, LoraLinear, PackedLinear)
 # Rows of X^T X that are multiplied at once, from the diagonal on.
 _STRIP = 256
 
@@ -78,7 +81,7 @@ def input_moments(
     linears = {
         n: m
         for n, m in network.named_modules()
-        if isinstance(m, nn.Linear | LoraLinear) and (names is None or n in names)
+        if isinstance(m, LINEARS) and (names is None or n in names)
     }
     handles = [m.register_forward_pre_hook(collector.hook(n)) for n, m in linears.items()]
     head = next((n for n, m in linears.items() if m is network.get_output_embeddings()), None)
