@@ -8,7 +8,7 @@ from pippin.engines import Sampling
 from pippin.errors import PippinError
 from pippin.model.tokenizer import load_tokenizer
 from pippin.targets import Bundle
-from pippin.targets.agreement import compare, load_parent
+from pippin.targets.agreement import Greedy, compare, load_parent
 from pippin.targets.gate import Limits, gate
 from pippin.targets.prompts import gate_prompts
 
@@ -53,14 +53,14 @@ def test_scoring_a_draft_tells_the_greedy_answer(parent, tmp_path):
     """The same count of equal tokens as decoding gives, from one pass."""
     other = load_parent(write_folder(tmp_path, "llama", lambda module: CHANNEL))
     prompts = [[5, 6, 7], [9, 250, 30, 31], [40], [77, 3, 3]]
-    scored = compare(other, parent, prompts, 64, 6, stepped=0)
-    decoded = compare(other, parent, prompts, 64, 6)
+    scored = compare(other, parent, prompts, 64, Greedy(tokens=6, stepped=0))
+    decoded = compare(other, parent, prompts, 64, Greedy(tokens=6))
     assert scored.greedy_equal == decoded.greedy_equal < decoded.greedy_tokens == 24
     assert scored.mean_kl == decoded.mean_kl > 1e-3
     assert scored.decode_speed is None
     assert decoded.decode_speed > 0
     answer = [int(step[0]) for step in parent.generate([np.array([40])], Sampling(max_tokens=6))]
-    alone = compare(parent, parent, [[40]], 64, 6)
+    alone = compare(parent, parent, [[40]], 64, Greedy(tokens=6))
     assert (alone.greedy_equal, alone.top1, len(answer)) == (6, 1.0, 6)
 
 

@@ -22,6 +22,14 @@ _TINY = 1e-12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Greedy:
+    """Greedy tokens of every prompt, and how many prompts, all for None, the file answers alone."""
+
+    tokens: int = GREEDY_TOKENS
+    stepped: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Agreement:
     """Means over all tokens of all prompts.
 
@@ -77,16 +85,15 @@ def compare(
     parent: Scorer,
     prompts: Sequence[Sequence[int]],
     context: int,
-    greedy: int = GREEDY_TOKENS,
-    stepped: int | None = None,
+    greedy: Greedy = Greedy(),
 ) -> Agreement:
     """Score every prompt and the parent's greedy answer, `context` tokens at most, in both.
 
-    The first `stepped` prompts, all for None, are answered by the file token by token as well; of
-    the others one pass tells which tokens it would have chosen.
+    The first `greedy.stepped` prompts are answered by the file token by token as well; of the
+    others one pass tells which tokens it would have chosen.
     """
-    room = [min(greedy, context - len(prompt)) for prompt in prompts]
-    alone = len(prompts) if stepped is None else stepped
+    room = [min(greedy.tokens, context - len(prompt)) for prompt in prompts]
+    alone = len(prompts) if greedy.stepped is None else greedy.stepped
     rows = [
         _row(found, parent, list(prompt), count, steps=i < alone)
         for i, (prompt, count) in enumerate(zip(prompts, room, strict=True))

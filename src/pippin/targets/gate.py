@@ -9,7 +9,7 @@ from pippin.engines import Scorer
 from pippin.events import Event
 from pippin.model.tokenizer import Tokenizer
 from pippin.targets import Bundle
-from pippin.targets.agreement import GREEDY_TOKENS, compare, load_parent, require
+from pippin.targets.agreement import Greedy, compare, load_parent, require
 from pippin.targets.bundle import notice
 from pippin.targets.prompts import FEW, gate_prompts
 
@@ -18,8 +18,8 @@ from pippin.targets.prompts import FEW, gate_prompts
 class Limits:
     """What a target's file must keep, and how much of the gate its runtime affords by default.
 
-    `prompts` are cut to `tokens`, and `stepped` of them answered token by token; with the recipe's
-    deploy.full_gate all prompts are taken whole, and answered so.
+    `prompts` are cut to `tokens` and answered as `greedy` says; with the recipe's deploy.full_gate
+    all are taken whole, and answered token by token.
     """
 
     target: str
@@ -27,8 +27,7 @@ class Limits:
     min_top1: float
     prompts: int = FEW
     tokens: int | None = None
-    stepped: int | None = None
-    greedy: int = GREEDY_TOKENS
+    greedy: Greedy = Greedy()
 
 
 def gate(
@@ -47,8 +46,7 @@ def gate(
         load_parent(bundle.quantized),
         [prompt[:tokens] for prompt in prompts],
         bundle.context,
-        GREEDY_TOKENS if full else limits.greedy,
-        None if full else limits.stepped,
+        Greedy() if full else limits.greedy,
     )
     figures = require(limits.target, agreement, limits.max_kl, limits.min_top1)
     return figures | {"load_seconds": loaded}

@@ -8,6 +8,7 @@ from pippin.errors import ModelError
 from pippin.events import Event
 from pippin.model.tokenizer import load_tokenizer
 from pippin.targets import Bundle
+from pippin.targets.agreement import Greedy
 from pippin.targets.bundle import (
     copy_side_files,
     describe,
@@ -28,7 +29,13 @@ from pippin.targets.gate import Limits, gate
 FILE = "model.aimodel"
 RUNTIME = "a program of Core AI's own runtime, in float32 on the CPU"
 # The same codes and float32 on both sides. A call expands every weight here, whatever its length.
-LIMITS = Limits(target="coreai", max_kl=1e-4, min_top1=0.98, stepped=1, greedy=4)
+LIMITS = Limits(
+    target="coreai",
+    max_kl=1e-4,
+    min_top1=0.98,
+    prompts=4,
+    greedy=Greedy(tokens=3, stepped=1),
+)
 
 
 def write(bundle: Bundle) -> Iterator[Event]:

@@ -14,6 +14,7 @@ from pippin.events import Event
 from pippin.model.quantized import DenseView
 from pippin.model.tokenizer import Tokenizer, load_tokenizer
 from pippin.targets import Bundle
+from pippin.targets.agreement import Greedy
 from pippin.targets.bundle import (
     copy_side_files,
     describe,
@@ -38,7 +39,12 @@ RUNTIME = "its own program in numpy, rounded to float16: Core ML itself was not 
 # Activations are rounded to float16 after every operator. Numpy takes its time: few prompts, their
 # beginnings.
 LIMITS = Limits(
-    target="coreml", max_kl=0.01, min_top1=0.95, prompts=3, tokens=24, stepped=1, greedy=4
+    target="coreml",
+    max_kl=0.01,
+    min_top1=0.95,
+    prompts=3,
+    tokens=24,
+    greedy=Greedy(tokens=4, stepped=1),
 )
 
 
