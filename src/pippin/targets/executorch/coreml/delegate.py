@@ -8,6 +8,7 @@ from executorch.backends.apple.coreml.compiler import CoreMLBackend
 from executorch.backends.apple.coreml.partition import CoreMLPartitioner
 from executorch.exir import EdgeProgramManager
 
+from pippin.targets.agreement import Greedy
 from pippin.targets.decoder import Weights
 from pippin.targets.executorch import lowering
 from pippin.targets.executorch.coreml.parts import CoreMlDelegateParts
@@ -25,7 +26,11 @@ def delegate() -> Delegate:
         runtime="its Core ML program in numpy, rounded to float16: Core ML itself was not run",
         # Activations are rounded to float16 after every operator.
         limits=Limits(
-            target="executorch-coreml", max_kl=0.01, min_top1=0.95, tokens=24, stepped=2, greedy=4
+            target="executorch-coreml",
+            max_kl=0.01,
+            min_top1=0.95,
+            tokens=24,
+            greedy=Greedy(tokens=4, stepped=2),
         ),
         subgraphs=1,
         full_calls=False,

@@ -6,6 +6,7 @@ import torch
 from executorch.backends.vulkan.partitioner.vulkan_partitioner import VulkanPartitioner
 from executorch.exir import EdgeProgramManager
 
+from pippin.targets.agreement import Greedy
 from pippin.targets.decoder import Weights
 from pippin.targets.executorch import lowering
 from pippin.targets.executorch.delegated import Delegate
@@ -22,7 +23,12 @@ def delegate() -> Delegate:
         runtime="nothing here: its program was run in PyTorch before Vulkan's own compiler",
         # The same codes and float32 on both sides; every step expands all of them.
         limits=Limits(
-            target="executorch-vulkan", max_kl=1e-4, min_top1=0.98, prompts=3, tokens=16, greedy=4
+            target="executorch-vulkan",
+            max_kl=1e-4,
+            min_top1=0.98,
+            prompts=3,
+            tokens=16,
+            greedy=Greedy(tokens=4),
         ),
         subgraphs=1,
         full_calls=True,
