@@ -4,14 +4,14 @@ No Mac is here. The meta device stands in: PyTorch's dispatcher has no kernels o
 it and says so in the same words.
 """
 
-import os
 import warnings
 
 import pytest
 import torch
+from tests.engines import programs
 from torch.library import Library
 
-from pippin.check.audits import Ask, Audited
+from pippin.check.audits import Ask
 from pippin.engines.torch.mps import apart
 from pippin.engines.torch.mps.observer import Observer
 from pippin.engines.torch.mps.rules import make_rules
@@ -90,25 +90,13 @@ def test_strict_raises_with_file_and_line(rules, leaving):
         leaving(torch.ones(3, device="meta"))
 
 
-def end(_):
-    os.abort()
-
-
-def refuse(_):
-    raise ModelError("no", "yes")
-
-
-def answer(ask):
-    return [Audited.failed("tiny", "step", f"strict {ask.strict}")]
-
-
 def test_a_program_that_ends_its_process_is_an_error_in_the_report():
-    (found,) = apart.apart("tiny", "LoRA step", end, Ask())
+    (found,) = apart.apart("tiny", "LoRA step", programs.end, Ask())
     assert (found.subject, found.program, found.outcome) == ("tiny", "LoRA step", "error")
     assert "ended its process" in found.error
-    assert apart.apart("tiny", "step", answer, Ask(strict=True))[0].error == "strict True"
+    assert apart.apart("tiny", "step", programs.answer, Ask(strict=True))[0].error == "strict True"
     with pytest.raises(ModelError, match="no") as caught:
-        apart.apart("tiny", "step", refuse, Ask())
+        apart.apart("tiny", "step", programs.refuse, Ask())
     assert caught.value.hint == "yes"
 
 
