@@ -18,7 +18,7 @@ pytestmark = [
 CONTEXT = 64
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3"])
 def test_the_whole_program_is_one_package(quantized, tmp_path, kind):
     folder = tmp_path / "bundle"
     folder.mkdir()
@@ -31,4 +31,5 @@ def test_the_whole_program_is_one_package(quantized, tmp_path, kind):
     assert not [row for row in report["operators"] if row["left"]]
     assert found["check"]["mean_kl"] < 1e-3
     # Every matrix is stored as codes: fourteen linears, and the embedding for its head too.
-    assert len(list(target.load(folder).matrices())) == 2 * 7 + 1
+    layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+    assert len(list(target.load(folder).matrices())) == layers * 7 + 1
