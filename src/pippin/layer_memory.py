@@ -197,4 +197,5 @@ def _widths(shape: Shape) -> tuple[int, int]:
 
 
 def family_of(shape: Shape) -> Family:
+    """How its layers differ from Llama's."""
     return FAMILIES.get(shape.model_type, Family())

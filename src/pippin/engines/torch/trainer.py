@@ -157,7 +157,7 @@ class TorchTrainer:
 
     def _compile(self) -> bool:
         """Whether the layers run as compiled code, for micro-batches of the recipe's shape."""
-        if self.network.device.type != "cuda":
+        if self.network.device.type != "cuda" or not self.train.compile:
             return False
         fault = compile_layers(self.network, self.ability.layout, self.train)
         if fault:
