@@ -27,7 +27,7 @@ def swiglu(gate: mx.array, up: mx.array) -> mx.array:
 
 @mx.custom_function
 def _swiglu(gate: mx.array, up: mx.array) -> mx.array:
-    if _fuses(gate):
+    if fuses(gate) and gate.size % WIDE == 0:
         return _fused(FORWARD, 2, 1, gate.dtype)([gate, up])[0]
     return gate * sigmoid(gate) * up
 
@@ -36,17 +36,16 @@ def _swiglu(gate: mx.array, up: mx.array) -> mx.array:
 def _backward(primals: Any, cotangent: mx.array, output: Any) -> tuple[mx.array, ...]:
     del output
     gate, up = primals
-    if _fuses(gate):
+    if fuses(gate) and gate.size % WIDE == 0:
         return tuple(_fused(BACKWARD, 3, 2, gate.dtype)([gate, up, cotangent]))
     share = sigmoid(gate)
     silu = gate * share
     return cotangent * up * (share + silu * (1 - share)), cotangent * silu
 
 
-def _fuses(gate: mx.array) -> bool:
-    """Whether there is a kernel: inside a gradient MLX compiles nothing by itself."""
-    on_cuda = mx.cuda.is_available() and mx.default_device() != mx.cpu
-    return on_cuda and gate.dtype.size == 2 and gate.size % WIDE == 0
+def fuses(x: mx.array) -> bool:
+    """Whether a kernel of ours can compute: inside a gradient MLX compiles nothing by itself."""
+    return x.dtype.size == 2 and mx.cuda.is_available() and mx.default_device() != mx.cpu
 
 
 @functools.cache

@@ -7,8 +7,7 @@ from typing import TypeAlias
 import mlx.core as mx
 import numpy as np
 
-from pippin.engines import StepResult, Weights
-from pippin.engines.mlx.body import scalar
+from pippin.engines import Weights
 from pippin.recipe import Train
 
 Arrays: TypeAlias = dict[str, mx.array]
@@ -32,17 +31,17 @@ class Optimizer:
         self._update = mx.compile(_adamw(train))
         mx.eval(self.masters, self.moments)
 
-    def update(self, sums: Sums, learning_rate: float, number: int) -> StepResult:
+    def update(self, sums: Sums, learning_rate: float, number: int) -> tuple[mx.array, mx.array]:
         """Update `number`, counted from 1; none where loss or gradient norm is not finite.
 
-        Nothing is computed before this, if it was not asked for: the device is given all at once.
+        Returns both, still being computed: the device is given everything at once.
         """
         scalars = mx.array([learning_rate, float(number), float(sums.tokens)])
         norm = mx.sqrt(_squares(sums.grads)) / sums.tokens
         state = self.masters, *self.moments
         self.masters, *self.moments = self._update(sums.grads, *state, scalars, sums.loss, norm)
-        mx.eval(self.masters, self.moments, sums.loss, norm)
-        return StepResult(loss_sum=scalar(sums.loss), tokens=sums.tokens, grad_norm=scalar(norm))
+        mx.async_eval(self.masters, self.moments, sums.loss, norm)
+        return sums.loss, norm
 
     def parts(self) -> list[Weights]:
         """Masters and moments, copied to the host."""

@@ -1,9 +1,10 @@
 """Attention over a packed row on a GPU: samples of like length side by side, in few large calls.
 
-Shape letters: H heads, K kv heads, T tokens of the row, S slots, C head channels, D = H x C or
-K x C, L slots of one sample.
+Shape letters: H heads, K kv heads, T tokens of the row, S slots, R rows of either, C head channels,
+L slots of one sample.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +12,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from pippin.engines.mlx.gated import fuses
+
 TILE = 128  # MLX's fused backward wants lengths that are multiples of it,
 CHANNELS = 8  # and its forward such head sizes
+WIDE = 4  # channels that a thread moves: 8 bytes of a half-precision dtype
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,42 +62,72 @@ def attend(
 ) -> mx.array:
     """(1, H, T, C), (1, K, T, C) -> (1, H, T, C). `call` is attention of whole samples."""
     channels = value.shape[-1]
+    padded = channels + -channels % CHANNELS
+    there, back = slots.token_S, slots.slot_T
     sizes = [samples * length for samples, length in slots.groups]
     bounds = np.cumsum(sizes)[:-1].tolist()
-    parts = [mx.split(_to_slots(x, slots), bounds) for x in (query, key, value)]
+    rows = [x.squeeze(0).swapaxes(0, 1) for x in (query, key, value)]
+    parts = [mx.split(_move(x_THC, there, back, padded), bounds) for x_THC in rows]
     outs = []
     for (samples, length), *qkv in zip(slots.groups, *parts, strict=True):
         q, k, v = (x.reshape(samples, length, *x.shape[1:]).swapaxes(1, 2) for x in qkv)
-        outs.append(call(q, k, v).swapaxes(1, 2).reshape(samples * length, -1))
-    out_TD = _move(mx.concatenate(outs), slots.slot_T, slots.token_S)
-    out_THC = out_TD.reshape(len(out_TD), query.shape[1], -1)
-    return out_THC[..., :channels].swapaxes(0, 1)[None]
+        outs.append(call(q, k, v).swapaxes(1, 2).flatten(0, 1))
+    out_THC = _move(mx.concatenate(outs), back, there, channels)
+    return out_THC.swapaxes(0, 1)[None]
 
 
-def _to_slots(x: mx.array, slots: Slots) -> mx.array:
-    """(1, H, T, C) -> (S, H, C), with channels of zeros behind where C is an odd size."""
-    missing = -x.shape[-1] % CHANNELS
-    x_THC = x[0].swapaxes(0, 1)
-    if missing:
-        x_THC = mx.pad(x_THC, [(0, 0), (0, 0), (0, missing)])
-    rows = _move(x_THC.reshape(len(x_THC), -1), slots.token_S, slots.slot_T)
-    return rows.reshape(len(rows), *x_THC.shape[1:])
+def _move(x_RHC: mx.array, there: mx.array, back: mx.array, channels: int) -> mx.array:
+    """x[there], with `channels` a head: cut off, or filled up with zeros.
 
-
-def _move(rows: mx.array, there: mx.array, back: mx.array) -> mx.array:
-    """rows[there]. Gradients are moved by `back`, which is faster than adding them up."""
+    Gradients are moved by `back`, which is faster than adding them up.
+    """
 
     @mx.custom_function
     def move(x: mx.array) -> mx.array:
-        return mx.take(x, there, axis=0)
+        return _taken(x, there, channels)
 
     @move.vjp
     def backward(primals: Any, cotangent: mx.array, output: Any) -> mx.array:
-        del primals, output
-        return mx.take(cotangent, back, axis=0)
+        del output
+        return _taken(cotangent, back, primals.shape[-1])
 
-    moved: Any = move(rows)
+    moved: Any = move(x_RHC)
     return moved
+
+
+def _taken(x_RHC: mx.array, index: mx.array, channels: int) -> mx.array:
+    _, heads, own = x_RHC.shape
+    if fuses(x_RHC) and own % WIDE == 0 and channels % WIDE == 0:
+        sizes = {"HEADS": heads, "OWN": own // WIDE, "WANTED": channels // WIDE}
+        return _kernel()(
+            inputs=[x_RHC, index],
+            template=list(sizes.items()),
+            grid=(len(index) * heads * channels // WIDE, 1, 1),
+            threadgroup=(256, 1, 1),
+            output_shapes=[(len(index), heads, channels)],
+            output_dtypes=[x_RHC.dtype],
+        )[0]
+    if channels > own:
+        x_RHC = mx.pad(x_RHC, [(0, 0), (0, 0), (0, channels - own)])
+    return mx.take(x_RHC[..., :channels], index, axis=0)
+
+
+@functools.cache
+def _kernel() -> Any:
+    """Several times as fast as MLX's gather."""
+    source = """
+    size_t place = cooperative_groups::this_grid().thread_rank();
+    if (place >= static_cast<size_t>(index_shape[0]) * HEADS * WANTED) return;
+    int channel = place % WANTED;
+    size_t row = place / WANTED;
+    size_t from = static_cast<size_t>(index[row / HEADS]) * HEADS + row % HEADS;
+    uint2 value = make_uint2(0u, 0u);
+    if (channel < OWN) value = reinterpret_cast<const uint2*>(x)[from * OWN + channel];
+    reinterpret_cast<uint2*>(out)[place] = value;
+    """
+    make: Any = mx.fast.cuda_kernel
+    names = {"input_names": ["x", "index"], "output_names": ["out"]}
+    return make(name="move_rows", source=source, **names)
 
 
 def _rounded(count: int) -> int:

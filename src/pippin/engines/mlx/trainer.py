@@ -3,6 +3,7 @@
 Shape letters: B rows, T tokens, N tokens of all rows, S scored positions, D hidden.
 """
 
+import contextlib
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -26,7 +27,7 @@ from pippin.engines.mlx.rows import Rows, cut
 from pippin.errors import ModelError
 from pippin.recipe import Train
 
-BUSY = 128  # tokens
+BUSY = 256  # tokens
 
 
 class MlxTrainer:
@@ -45,6 +46,7 @@ class MlxTrainer:
         plain = not self.head_trained or (loaded.head and loaded.head.weight is not None)
         self.head = loaded.head if plain and not _adapted(loaded.head, places.values()) else None
         self.group = find_group()
+        self._ahead: list[tuple[Batch, Rows]] = []
         self.notices = self._notices()
         self._refuse()
         if train.gradient_checkpointing:
@@ -64,11 +66,15 @@ class MlxTrainer:
     ) -> StepResult:
         """One AdamW update over the micro-batches, each scored token weighing the same.
 
-        Nothing is gained by `upcoming` here.
+        While a GPU works, the next update's batches are laid out.
         """
         before = {name: self.optimizer.masters[name] for name in self.books.unmoved}
         sums = self._sums(batches)
-        result = self.optimizer.update(sums, learning_rate, self.books.updates + 1)
+        loss, norm = self.optimizer.update(sums, learning_rate, self.books.updates + 1)
+        if mx.default_device() != mx.cpu:
+            parts = [part for batch in upcoming() for part in self._parts(batch)]
+            self._ahead = [(part, self._rows(part)) for part in parts]
+        result = StepResult(loss_sum=scalar(loss), tokens=sums.tokens, grad_norm=scalar(norm))
         if self.books.enter(result):
             self.books.watch(learning_rate, partial(_moved, before, self.optimizer.masters))
         return result
@@ -79,14 +85,21 @@ class MlxTrainer:
         zeros = mx.array(0.0), {n: mx.zeros_like(a) for n, a in self.optimizer.masters.items()}
         sums: Any = zeros
         for key, part in share(self.group, list(zip(self._keys(len(parts)), parts, strict=True))):
-            mx.eval(sums)
+            if sums is not zeros:
+                mx.eval(sums)
             self._draw_from(key)
-            with packed_attention(self.network):  # what is recomputed runs after the forward
-                found = self.grad(self.optimizer.masters, self._rows(part))
+            rows = next((laid for held, laid in self._ahead if held is part), None)
+            with self._recomputing():
+                found = self.grad(self.optimizer.masters, rows or self._rows(part))
             sums = found if sums is zeros else tree_map(mx.add, sums, found)
         loss, *grads = added_up(self.group, [sums[0], *sums[1].values()])
         named = dict(zip(sums[1], grads, strict=True))
         return Sums(loss=loss, grads=named, tokens=scored_tokens(batches))
+
+    def _recomputing(self) -> contextlib.AbstractContextManager[None]:
+        """What is recomputed runs after the forward, and needs its attention."""
+        checkpoints = self.train.gradient_checkpointing
+        return packed_attention(self.network) if checkpoints else contextlib.nullcontext()
 
     def _parts(self, batch: Batch) -> list[Batch]:
         """On a CPU, where more tokens at a time are no faster, as few as keep it busy."""
