@@ -157,7 +157,15 @@ def test_a_file_that_computes_something_else_is_refused(bundle, quantized, tmp_p
         check(load_target("executorch").load(bundle), weights, [[5, 6, 7, 8]])
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "odd_heads", "untied"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "odd_heads",
+        "qwen3",
+        pytest.param("qwen2", marks=pytest.mark.slow),
+        pytest.param("untied", marks=pytest.mark.slow),
+    ],
+)
 def test_other_families_end_to_end(quantized, tmp_path, kind):
     deploy(quantized(kind), tmp_path / "bundle")
     found = json.loads((tmp_path / "bundle" / "deploy.json").read_text())["check"]

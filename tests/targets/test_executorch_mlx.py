@@ -67,7 +67,7 @@ def test_a_changed_instruction_is_seen(bundle, source):
     chain = model._graph["instruction_chains"][model._graph["main_chain_idx"]]
     last = [one for one in chain["instructions"] if one["op_name"] == "SdpaNode"][-1]
     last["scale"] *= 1.1
-    found = compare(model, load_parent(source), [[5, 6, 7, 8]], CONTEXT, 2)
+    found = compare(model, load_parent(source), [[5, 6, 7, 8]], CONTEXT)
     assert found.mean_kl > 1e-4
 
 

@@ -21,7 +21,7 @@ from executorch.exir import (
 from executorch.exir.backend.canonical_partitioners.config_partitioner import is_constant_data
 from executorch.exir.backend.compile_spec_schema import CompileSpec
 from executorch.exir.backend.partitioner import DelegationSpec, Partitioner
-from executorch.exir.passes import MemoryPlanningPass
+from executorch.exir.passes import LegalizePortableDimOrderPass, MemoryPlanningPass
 from executorch.exir.passes.normalize_transpose_pass import NormalizeTransposePass
 from executorch.exir.passes.remove_mixed_type_operators import RemoveMixedTypeOperators
 from executorch.exir.passes.replace_broken_ops_with_function_ops_pass import (
@@ -33,9 +33,11 @@ from torch.fx import Node
 from torch.fx.passes.infra.partitioner import Partition
 from torch.fx.passes.infra.pass_base import PassBase, PassResult
 
-# Scalars and sizes among tensors, transposes, dtypes that differ: layers.py has none of them.
+# Scalars and sizes among tensors, transposes, other dtypes and orders of dimensions: layers.py has
+# none of them.
 IDLE: tuple[Any, ...] = (
     NormalizeTransposePass,
+    LegalizePortableDimOrderPass,
     RemoveMixedTypeOperators,
     ReplaceBrokenOpsWithFunctionalOpsPass,
     SymToTensorPass,

@@ -61,7 +61,7 @@ def write(bundle: Bundle) -> Iterator[Event]:
     graph = edge.exported_program().graph_module
     delegation = read_delegation(graph, BACKEND, partitioner.why)
     yield progress(2, started)
-    with (bundle.folder / PROGRAM).open("wb") as file:
+    with (bundle.folder / PROGRAM).open("wb") as file, lowering.without_idle_passes():
         lowering.serialize(edge).write_to_file(file)
     del edge
     shared = share_segments(bundle.folder / PROGRAM)
