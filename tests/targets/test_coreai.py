@@ -5,7 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
-from tests.targets.tiny_quantized import CHANNEL, LINEAR, WINDOWED, write_folder
+from tests.targets.tiny_quantized import CHANNEL, LINEAR, write_folder
 
 from pippin.engines import Sampling
 from pippin.errors import ModelError, PippinError
@@ -23,6 +23,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
 CONTEXT = 64
+SLOW_KINDS = ("gemma2", "llama3_rope", "mistral", "odd_heads", "openllama", "untied")
 PROMPT = np.array([5, 6, 7, 250, 9], np.int32)
 
 
@@ -99,7 +100,8 @@ def test_another_model_s_figures_are_refused(model, tmp_path):
     [
         ("qwen2", Grid(bits=4, group_size=32, symmetric=False)),
         ("qwen3", Grid(bits=3, group_size=32, symmetric=True)),
-        *((kind, LINEAR) for kind in WINDOWED),
+        ("gemma3_short", LINEAR),
+        *(pytest.param(kind, LINEAR, marks=pytest.mark.slow) for kind in SLOW_KINDS),
     ],
 )
 def test_other_families_and_grids(quantized, tmp_path, kind, grid):

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tests.targets.tiny_quantized import CHANNEL, LINEAR, WINDOWED, write_folder
+from tests.targets.tiny_quantized import CHANNEL, LINEAR, write_folder
 
 from pippin.engines import Sampling
 from pippin.errors import ModelError, PippinError
@@ -25,6 +25,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
 CONTEXT = 64
+SLOW_KINDS = ("gemma2", "llama3_rope", "mistral", "odd_heads", "openllama", "qwen2", "untied")
 PROMPT = np.array([5, 6, 7, 250, 9], np.int32)
 
 
@@ -114,7 +115,10 @@ def test_what_overflows_is_named_and_computed_in_float32(quantized, tmp_path):
     assert found["float32"]
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", *WINDOWED])
+@pytest.mark.parametrize(
+    "kind",
+    ["qwen3", "gemma3_short"] + [pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW_KINDS],
+)
 def test_other_families(quantized, tmp_path, kind):
     bundle = deploy(quantized(kind, lambda module: LINEAR), tmp_path / "made")
     assert json.loads((bundle / "deploy.json").read_text())["check"]["mean_kl"] < 1e-3

@@ -35,6 +35,17 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "untied": ("LlamaConfig", {"tie_word_embeddings": False, "num_key_value_heads": 4}),
     "odd_heads": ("LlamaConfig", {"head_dim": 10, "num_attention_heads": 16}),
+    # The widths of OpenLLaMA 3B.
+    "openllama": (
+        "LlamaConfig",
+        {
+            "head_dim": 100,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 8,
+            "intermediate_size": 8640,
+            "tie_word_embeddings": False,
+        },
+    ),
     "llama3_rope": (
         "LlamaConfig",
         {
