@@ -6,7 +6,7 @@ name of their own. Both are found by a segment's offset in the file
 """
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,13 +38,15 @@ def share_segments(path: Path) -> int:
     base = _number(data, _BASE)
     program = Program.GetRootAs(bytes(data[:base]), 0)
     segments = [_read(program.Segments(i)) for i in range(program.SegmentsLength())]
-    constants = segments[program.ConstantSegment().SegmentIndex()]
+    table = program.ConstantSegment()
+    constants = segments[table.SegmentIndex()]
+    places = [constants.start + table.Offsets(i) for i in range(table.OffsetsLength())]
     named = {program.NamedData(i).SegmentIndex() for i in range(program.NamedDataLength())}
     before = len(data)
     # From the back, so that what is still to be looked at has not moved.
     for index in sorted(named, reverse=True):
         found = segments[index]
-        place = _find(data, base, found, constants)
+        place = _find(data, base, found, constants, places)
         if place is not None:
             segments[index] = _Segment(start=place, end=place + _size(found), field=found.field)
             segments = list(_without(data, base, found, segments))
@@ -56,12 +58,17 @@ def share_segments(path: Path) -> int:
     return before - len(data)
 
 
-def _find(data: bytearray, base: int, found: _Segment, constants: _Segment) -> int | None:
-    if _size(found) < SMALLEST or found.field is None or found.start < constants.end:
+def _find(
+    data: bytearray, base: int, found: _Segment, constants: _Segment, places: Sequence[int]
+) -> int | None:
+    """Where a constant begins with the same bytes."""
+    size = _size(found)
+    if size < SMALLEST or found.field is None or found.start < constants.end:
         return None
     wanted = data[base + found.start : base + found.end]
-    place = data.find(wanted, base + constants.start, base + constants.end)
-    return None if place < 0 else place - base
+    fitting = (place for place in places if place + size <= constants.end)
+    same = (p for p in fitting if data[base + p : base + p + size] == wanted)
+    return next(same, None)
 
 
 def _without(
