@@ -33,7 +33,7 @@ PACKED_GROUPS = (32, 64, 128, 256)  # of 4-bit codes that the CPU's kernel takes
 class TrainBytes:
     """Where training's memory goes: what stays, then what each high point adds to it.
 
-    `small` is what layers keep in blocks that a CPU's allocator does not give back one by one.
+    `holes` stand between what layers keep in blocks that a CPU's allocator does not give back.
     """
 
     weights: int
@@ -47,7 +47,7 @@ class TrainBytes:
     at_end: int
     in_update: int
     in_checkpoint: int
-    small: int
+    holes: int
 
     @property
     def high(self) -> int:
@@ -90,7 +90,7 @@ def train_bytes(shape: Shape, train: TrainShape) -> TrainBytes:
         at_end=(layer + 2 * head) if train.full else 0,
         in_update=4 * memory.largest_tensor(shape) if train.full else 0,
         in_checkpoint=12 * t if train.device == "cpu" else 0,
-        small=sum(block for block in blocks if block < LARGE),
+        holes=int(_frayed(shape, train) * sum(block for block in blocks if block < LARGE)),
     )
 
 
@@ -106,6 +106,16 @@ def weight_bytes(shape: Shape, train: TrainShape) -> int:
     elif train.packed:
         layer = linears // 2 + linears // train.packed * 8  # scale and bias twice, in two bytes
     return rest * b + shape.num_layers * layer
+
+
+def _frayed(shape: Shape, train: TrainShape) -> float:
+    """Holes of the heap as a share of what layers keep in it; read off runs.
+
+    Fewer where the feed-forward's temporaries are in it too and fill them.
+    """
+    if train.device != "cpu":
+        return 0.0
+    return 0.38 if train.tokens * train.itemsize * shape.intermediate_size < LARGE else 1.15
 
 
 def _trial(shape: Shape, train: TrainShape, ends: int) -> int:

@@ -29,7 +29,9 @@ bench = load_bench()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("asked", bench.CPU, ids=lambda run: run.name.replace(", ", "-"))
+@pytest.mark.parametrize(
+    "asked", [*bench.CPU, *bench.CPU_FIT], ids=lambda run: run.name.replace(", ", "-")
+)
 def test_a_plan_holds(asked, tmp_path):
     found = bench.in_child("cpu", asked, tmp_path / "run")
     print(json.dumps(found))
