@@ -3,11 +3,12 @@
 The adapter is trained on a base of 4 bits in groups of 64, as people with little memory do; the
 original is the built-in small model moved off the grid it was distributed on (or `--original`, in
 bfloat16). Kept is the share of the adapter's gain on held-out answers that the small model still
-has. The peer is `mlx_lm.fuse`, which rounds the sum into the base's own 4 bits, or its `dequantize`
-way rounded again. With `--work` everything that was made is kept: `--at-most 1` makes one thing a
-call, and the rows are printed when all are there.
+has. The peer is `mlx_lm.fuse`, which rounds the sum into the base's own 4 bits. With `--work`
+everything that was made is kept: `--at-most 1` makes one thing a call, and the rows are printed of
+what is there.
 """
 
+import itertools
 import json
 import os
 import shutil
@@ -70,13 +71,14 @@ def main() -> None:
         made = 0
         for name, make in desk.things(options.original):
             if made == options.at_most:
-                return
+                break
             if not (desk.work / name).exists():
                 began = time.process_time()
                 make()
                 made += 1
                 print(f"{name}: {time.process_time() - began:.0f} CPU-s", file=sys.stderr)
-        common.report([desk.row(name) for name in WAYS], options.save)
+        measured = [name for name in WAYS if any(desk.work.glob(f"score-{name}-*"))]
+        common.report([desk.row(name) for name in measured], options.save)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,15 +172,16 @@ class Desk:
         return json.loads((self.work / name / "scores.json").read_text())["loss"]
 
     def row(self, figure: str) -> common.Row:
-        """Shares kept, the mean of the seeds."""
+        """Shares kept, the mean of the seeds that were measured."""
         base = self.loss("score-base")
         kept: dict[str, list[float]] = {}
-        for label in WAYS[figure]:
-            for seed in self.seeds:
+        for label, seed in itertools.product(WAYS[figure], self.seeds):
+            name = f"score-{figure}-{label}-{seed}"
+            if (self.work / name).exists():
                 gain = base - self.loss(f"score-live-{seed}")
-                left = base - self.loss(f"score-{figure}-{label}-{seed}")
-                kept.setdefault(label, []).append(left / gain)
+                kept.setdefault(label, []).append((base - self.loss(name)) / gain)
         first, *others = kept
+        lives = [s for s in self.seeds if (self.work / f"score-live-{s}").exists()]
         return common.Row(
             name=figure,
             value=round(100 * statistics.mean(kept[first]), 1),
@@ -189,18 +192,16 @@ class Desk:
             notes={
                 "by seed": {k: [round(100 * share, 1) for share in v] for k, v in kept.items()},
                 "loss of the 4-bit base": round(base, 3),
-                "with the adapter": [round(self.loss(f"score-live-{s}"), 3) for s in self.seeds],
-                "bits per weight": self.bits(figure),
+                "with the adapter": [round(self.loss(f"score-live-{s}"), 3) for s in lives],
+                "bits per weight": {w: round(self.bits(figure, w), 3) for w in kept},
                 "updates": self.steps,
             },
         )
 
-    def bits(self, figure: str) -> dict[str, float]:
+    def bits(self, figure: str, way: str) -> float:
         """Of the whole model, embedding included."""
-        files = {
-            w: self.work / f"score-{figure}-{w}-{self.seeds[0]}" / "bits.json" for w in WAYS[figure]
-        }
-        return {way: round(json.loads(file.read_text()), 3) for way, file in files.items()}
+        file = next(self.work.glob(f"score-{figure}-{way}-*/bits.json"))
+        return json.loads(file.read_text())
 
 
 def fuse(model: Path, adapter: Path, target: Path) -> None:
