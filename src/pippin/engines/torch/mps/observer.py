@@ -43,11 +43,11 @@ class Observer(TorchDispatchMode):
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        exc_type: type[BaseException] | None,
+        exc_val: BaseException | None,
+        exc_tb: TracebackType | None,
     ) -> None:
-        super().__exit__(kind, error, trace)
+        super().__exit__(exc_type, exc_val, exc_tb)
         torch.set_warn_always(self._always)
 
     def __torch_dispatch__(
