@@ -224,16 +224,14 @@ class _Layer(torch.autograd.Function):
         d_split = parts.split(d_kqv.values)
         limits = _limits(parts, call)
         attend_backward(parts.by_head(d_a), kept, parts.split(kqv_TO), d_split, *limits)
+        ops.rotate(d_kqv.values, call.cos_TC, call.sin_TC, parts.turned, -1.0)
         dx_TD = None
-        back = (call.cos_TC, call.sin_TC, parts.turned, -1.0)
         if ctx.needs_input_grad[0]:
-            d_kqv = ops.rotate_and_encode(d_kqv, *back)
-            d_n, kqv_grads = parts.kqv.product_back(d_kqv, n_whole)
+            d_n, kqv_grads = parts.kqv.product_back(ops.encode(d_kqv), n_whole)
             # Where the layer below reads it; FP8 codes would not travel with it.
             dx = replace(parts.down.outer(len(x_TD), keep=True), codes=None)
             dx_TD = ops.norm_grad(d_n, (x_TD, rates_T), norms[0], dx, d_middle)
         else:
-            ops.rotate(d_kqv.values, *back)
             kqv_grads = parts.kqv.grads(d_kqv, n_whole)
         return dx_TD, None, None, *kqv_grads, *o_grads, *both_grads, *down_grads
 

@@ -235,41 +235,6 @@ def rotate(
 
 
 @triton.jit
-def _turned(x, cos, sin, place, D, TURNED, sign, C: tl.constexpr):
-    half: tl.constexpr = C // 2
-    channel = place % C
-    left, turned = channel < half, place < TURNED
-    value = tl.load(x + place, mask=place < D, other=0.0).to(tl.float32)
-    other = tl.load(x + tl.where(left, place + half, place - half), mask=turned, other=0.0)
-    other = tl.where(left, -other.to(tl.float32), other.to(tl.float32))
-    angle = tl.where(left, channel, channel - half)
-    c = tl.load(cos + angle, mask=turned, other=1.0).to(tl.float32)
-    s = tl.load(sin + angle, mask=turned, other=0.0).to(tl.float32) * sign
-    return (value * c + other * s).to(x.dtype.element_ty).to(tl.float32)
-
-
-@triton.jit
-def rotate_rounded(
-    x, cos, sin, codes, scales, D, TURNED, x_row, sign,
-    C: tl.constexpr, MOST: tl.constexpr, REST: tl.constexpr,
-):  # fmt: skip
-    """`rotate` over the first TURNED channels of a row, and `round_rows` of the whole row."""
-    row = tl.program_id(0).to(tl.int64)
-    x += row * x_row
-    cos += row * C
-    sin += row * C
-    codes += row * D
-    place, after = tl.arange(0, MOST), MOST + tl.arange(0, REST)
-    first = _turned(x, cos, sin, place, D, TURNED, sign, C)
-    second = _turned(x, cos, sin, after, D, TURNED, sign, C)
-    scale = _row_scale(scales, row, first, second)  # the program has read all before it writes
-    tl.store(x + place, first.to(x.dtype.element_ty), mask=place < TURNED)
-    tl.store(x + after, second.to(x.dtype.element_ty), mask=after < TURNED)
-    _put_codes(codes, place, place < D, first, scale)
-    _put_codes(codes, after, after < D, second, scale)
-
-
-@triton.jit
 def round_rows(x, codes, scales, D, x_row, MOST: tl.constexpr, REST: tl.constexpr):
     """FP8 codes of every row, and its scale."""
     row = tl.program_id(0).to(tl.int64)
