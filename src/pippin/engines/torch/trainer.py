@@ -223,7 +223,8 @@ def checkpoint_activations(network: PreTrainedModel, share: float = 1.0) -> None
     enable({"use_reentrant": False})
     layers = decoder_layers(network)
     kept = layers[math.ceil(share * len(layers)) :]
-    for module in (module for layer in kept for module in layer.modules()):
+    modules: list[Any] = [module for layer in kept for module in layer.modules()]
+    for module in modules:
         if hasattr(module, "gradient_checkpointing"):
             module.gradient_checkpointing = False
 
