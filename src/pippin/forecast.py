@@ -22,7 +22,7 @@ from pippin.train_memory import PACKED_GROUPS, TrainBytes, train_bytes
 FRAMEWORK = 400_000_000
 # What libraries hold while training, by device: PyTorch's and transformers' code on a CPU, two
 # workspaces of cuBLAS on CUDA; on MPS it is not the GPU's. benchmarks/bench_forecast.py --fit.
-HELD = {"cpu": 495_000_000, "cuda": 75_000_000, "mps": 0}
+HELD = {"cpu": 505_000_000, "cuda": 75_000_000, "mps": 0}
 # What the evaluation before it leaves resident when one process does the whole run; read off runs
 # of the SQL recipe, where training alone peaks that much lower.
 LEFT_BEHIND = 450_000_000
