@@ -391,16 +391,16 @@ def slowly(world, monkeypatch, table):
     topk, generate, calls = scorer.topk, scorer.generate, []
 
     def slow_topk(*given):
-        time.sleep(0.51)
+        time.sleep(0.2)
         return topk(*given)
 
     def slow_generate(prompts, sampling):
         calls.append(sampling.max_tokens)
         for step in generate(prompts, sampling):
-            time.sleep(0.51)
+            time.sleep(0.2)
             yield step
 
-    scorer.topk, scorer.generate = slow_topk, slow_generate
+    scorer.topk, scorer.generate, scorer.slow = slow_topk, slow_generate, True
     return calls
 
 
@@ -408,7 +408,7 @@ def test_a_slow_runtime_confirms_its_parent_s_answers_to_as_many_rows_as_fit(wor
     world.measure("base", "adapter", "merged", "quantized")
     parent = module.read_scores(world.root / "evaluate-quantized")
     calls = slowly(world, monkeypatch, world.tables["quantized"])
-    asked = replace(world.recipe.evaluate, slow_seconds=2, prompt_tokens=8)
+    asked = replace(world.recipe.evaluate, slow_seconds=1, prompt_tokens=8)
     scores, events = world.measure("deployed-executorch", evaluate=asked, deploy=Deploy(context=32))
     assert 1 <= scores["rows"] == scores["answered"] < 4
     assert scores["samples"] == parent["samples"][: scores["rows"]]

@@ -1,7 +1,7 @@
 """How much of the exam a deployed file is given where its runtime is slow here.
 
 Some runtimes compute on this machine only to show what a file holds: Core AI's expands every weight
-at every call on Linux, Core ML's operators run in numpy. They are timed, and asked what fits.
+at every call on Linux, Core ML's operators run in numpy. Those are timed, and asked what fits.
 
 Shape letters: T tokens.
 """
@@ -14,21 +14,19 @@ from typing import Any
 from pippin.engines import Sampling, Scorer
 from pippin.stages.exam import Asked, Exam
 
-# Prompts a second that get their first token; a faster runtime takes the whole exam.
-SLOW = 2.0
 # A row is scored and its question answered, which a draft makes one call as well.
 CALLS = 2
 
 
 def fit(exam: Exam, scorer: Scorer, seconds: float, parent: Mapping[str, Any]) -> Exam:
-    """The exam, or as many of its first rows as a slow runtime does in so many seconds.
+    """The exam, or as many of its first rows as a runtime that says it is `slow` does in `seconds`.
 
     `parent` are the scores of what the file was made from: its answers are what the file is asked
     to confirm, token by token in one call, so they come first.
     """
-    speed = _speed(scorer, exam)
-    if speed >= SLOW:
+    if not getattr(scorer, "slow", False):
         return exam
+    speed = _speed(scorer, exam)
     started = time.perf_counter()
     scorer.topk(exam.samples[0].tokens[None], 1)
     rows = max(1, int(seconds / (CALLS * (time.perf_counter() - started))))

@@ -23,6 +23,8 @@ from pippin.targets.stepping import SteppingModel, log_softmax
 class AimodelModel(SteppingModel):
     """A deployed file as a Scorer; loading it compiles it for this machine."""
 
+    slow = True
+
     def __init__(self, path: Path, context: int) -> None:
         super().__init__(context)
         self._loop = asyncio.new_event_loop()

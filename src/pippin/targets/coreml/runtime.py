@@ -29,6 +29,8 @@ _NARROWED = "_cast_fp16"
 class PackageModel(SteppingModel):
     """A deployed file as a Scorer."""
 
+    slow = True
+
     def __init__(self, path: Path, context: int) -> None:
         super().__init__(context)
         model: Any = coremltools.models.MLModel(str(path), skip_model_load=True)
