@@ -14,6 +14,7 @@ from pippin.targets.executorch.mlx.schema import provide_schema
 from pippin.targets.folder import Folder
 from pippin.targets.gate import Limits
 from pippin.targets.guide import Guide
+from pippin.targets.quiet import quiet
 
 
 def delegate() -> Delegate:
@@ -45,7 +46,9 @@ def _lower(program: torch.export.ExportedProgram, constants: dict[str, Any]) -> 
     from executorch.backends.mlx import MLXPartitioner
     from executorch.backends.mlx.passes import get_default_passes
 
-    return lowering.lower(program, constants, MLXPartitioner(), get_default_passes())
+    # Imported just now, the delegate has set its logger to tell everything.
+    with quiet():
+        return lowering.lower(program, constants, MLXPartitioner(), get_default_passes())
 
 
 def _open(path: Path, context: int) -> Scorer:
