@@ -230,7 +230,7 @@ def gpu_of(device: str) -> tuple[str, int] | None:
     command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     name, mib = done.stdout.splitlines()[0].split(", ")
-    return name, round(int(mib) * 2**20 / 1e9)
+    return name, int(mib) * 2**20 // 10**9
 
 
 def measure(asked: Run, folder: Path, device: str) -> dict[str, Any]:

@@ -115,7 +115,7 @@ def _frayed(shape: Shape, train: TrainShape) -> float:
     """
     if train.device != "cpu":
         return 0.0
-    return 0.38 if train.tokens * train.itemsize * shape.intermediate_size < LARGE else 1.15
+    return 0.38 if train.tokens * train.itemsize * shape.intermediate_size < LARGE else 0.9
 
 
 def _trial(shape: Shape, train: TrainShape, ends: int) -> int:
