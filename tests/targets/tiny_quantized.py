@@ -68,7 +68,7 @@ GEMMA: tuple[str, dict[str, Any]] = (
 )
 # Attention that looks back so far only, scores and logits that are capped, scales of their own.
 _WINDOW = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
-_CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+_CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 12.0}
 WINDOWED: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2Config", {**_WINDOW, **_CAPS, "query_pre_attn_scalar": 24}),
     "gemma3_short": ("Gemma3TextConfig", {**_WINDOW, "query_pre_attn_scalar": 24}),
