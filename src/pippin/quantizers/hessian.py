@@ -28,7 +28,8 @@ class Hessian:
         """
         self.mean = float(np.trace(moment_II, dtype=np.float64)) / len(moment_II)
         self.damping = damping if self.mean > 0 else 1.0
-        self.matrix_II = moment_II / np.float32(self.mean if self.mean > 0 else 1.0)
+        mean = np.float32(self.mean if self.mean > 0 else 1.0)
+        self.matrix_II: NDArray[np.float32] = np.divide(moment_II, mean, dtype=np.float32)
         self.matrix_II[np.diag_indices_from(self.matrix_II)] += np.float32(self.damping)
 
     @cached_property
@@ -66,7 +67,7 @@ class Hessian:
         moment_II = self.matrix_II.copy()
         moment_II[np.diag_indices_from(moment_II)] -= np.float32(self.damping)
         moment_II *= np.float32(self.mean)
-        return Hessian(moment_II / np.outer(scale_I, scale_I))
+        return Hessian(np.divide(moment_II, np.outer(scale_I, scale_I), dtype=np.float32))
 
     def output_error(self, error_OI: NDArray[np.float32]) -> float:
         """||X E^T||^2 over the inputs seen, without the damping, in the moment's own units."""
