@@ -85,25 +85,6 @@ def test_gptq_equals_brute_force(grid: Grid) -> None:
 
 
 @grids_of_all_kinds
-def test_descent_equals_brute_force(grid: Grid) -> None:
-    weight, moment = _weight(), _moment()
-    start = plain_grids(in_groups(weight, grid), grid, BF16)
-    rounding = Rounding(weight, start, grid.bits, Hessian(moment))
-    rounding.gptq()
-    before = rounding.codes()
-    rounding.descend()
-    matrix, scales, biases = _damped(moment), *(_by_input(part) for part in start)
-    codes, choices = before.astype(np.float64), np.arange(2.0**grid.bits)
-    for i in np.argsort(-np.diag(matrix), kind="stable"):
-        pull = (codes * scales + biases - weight) @ matrix[:, i]
-        moves = (choices[:, None] - codes[:, i]) * scales[:, i]
-        codes[:, i] = np.argmin(2 * moves * pull + moves**2 * matrix[i, i], axis=0)
-    np.testing.assert_array_equal(rounding.codes(), codes)
-    gptq, descent = (part * scales + biases - weight for part in (before, codes))
-    assert ((descent @ matrix) * descent).sum() < ((gptq @ matrix) * gptq).sum()
-
-
-@grids_of_all_kinds
 def test_refit_equals_least_squares(grid: Grid) -> None:
     weight, moment = _weight(), _moment()
     hessian = Hessian(moment)
@@ -247,12 +228,3 @@ def test_output_error_is_that_of_the_inputs() -> None:
     wanted = np.square(x.astype(np.float64) @ weight.T).sum()
     found = Hessian(x.T @ x).output_error(weight)
     assert found == pytest.approx(wanted, rel=1e-4)
-
-
-def test_feedback_of_many_inputs_factors_the_hessian() -> None:
-    """More than are factored at once: H = R R^T by the order of rounding, R upper triangular."""
-    x = np.random.default_rng(0).standard_normal((900, 700)).astype(np.float32)
-    hessian = Hessian(x.T @ x)
-    ordered = hessian.matrix_II[np.ix_(hessian.order, hessian.order)].astype(np.float64)
-    r = np.linalg.cholesky(ordered[::-1, ::-1])[::-1, ::-1]
-    np.testing.assert_allclose(hessian.feedback, (r / r.diagonal()).T, rtol=1e-5, atol=1e-7)

@@ -1,4 +1,4 @@
-"""The best that is known here: grids searched by importance, GPTQ's rounding, descent, a refit.
+"""The best that is known here: grids searched by importance, GPTQ's rounding on them, a refit.
 
 The grids matter beyond the output error they leave: plain ones end with less of it, and with a
 higher divergence of the model.
@@ -17,9 +17,6 @@ from pippin.quantizers.hessian import Hessian
 from pippin.quantizers.refit import Terms, refit
 from pippin.quantizers.rounding import Rounding
 from pippin.quantizers.search import search_grids
-
-# Each takes a few hundredths off the output error, and as long as the rounding.
-DESCENTS = 2
 
 
 class Best:
@@ -41,8 +38,6 @@ class Best:
         terms = Terms(grid=grid, dtype=dtype, hessian=hessian)
         rounding = Rounding(weight_OI, grids, grid.bits, hessian)
         rounding.gptq()
-        for _ in range(DESCENTS):
-            rounding.descend()
         codes_OI = rounding.codes()
         grids = refit(weight_OI, codes_OI, grids, terms)
         return finish(codes_OI.reshape(groups_OGS.shape), grids, grid, dtype)

@@ -1,8 +1,7 @@
 """Codes that make up for each other's errors: GPTQ's rounding (https://arxiv.org/abs/2210.17323).
 
 It lowers E H E^T of the weights' error E for a Hessian H of the inputs: weightiest inputs first, on
-grids fixed beforehand, so that groups stay whole in memory. What is rounded early cannot see what
-comes after it; descent goes through all codes again and can.
+grids fixed beforehand, so that groups stay whole in memory.
 
 Shape letters: O output features, I input features, G groups, N a block's inputs.
 """
@@ -46,22 +45,6 @@ class Rounding:
                 if i > start:
                     wanted_O -= _mix(feedback_II[i, start:i], error_IO[start:i])
                 self.choose(i, wanted_O)
-
-    def descend(self) -> None:
-        """Choose every input's codes once more, given all the others': the error only falls."""
-        matrix_II, error_IO = self.hessian.ordered, self.error_IO
-        pull_IO = matrix_II @ error_IO
-        for start in range(0, len(error_IO), _BLOCK):
-            block = slice(start, min(start + _BLOCK, len(error_IO)))
-            pull_NO, before_NO = pull_IO[block], error_IO[block].copy()
-            for n, i in enumerate(range(block.start, block.stop)):
-                wanted_O = error_IO[i] - pull_NO[n] / matrix_II[i, i]
-                wanted_O += self.weight_IO[i]
-                self.choose(i, wanted_O)
-                moved_O = error_IO[i] - before_NO[n]
-                later = matrix_II[i + 1 : block.stop, i]
-                pull_NO[n + 1 :] += np.multiply.outer(later, moved_O)
-            pull_IO[block.stop :] += matrix_II[block.stop :, block] @ (error_IO[block] - before_NO)
 
     def choose(self, i: int, wanted_O: Floats) -> None:
         """The nearest codes to what is wanted of one input."""
