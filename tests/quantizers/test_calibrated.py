@@ -228,3 +228,12 @@ def test_output_error_is_that_of_the_inputs() -> None:
     wanted = np.square(x.astype(np.float64) @ weight.T).sum()
     found = Hessian(x.T @ x).output_error(weight)
     assert found == pytest.approx(wanted, rel=1e-4)
+
+
+def test_feedback_of_many_inputs_factors_the_hessian() -> None:
+    """More than are factored at once: H = R R^T by the order of rounding, R upper triangular."""
+    x = np.random.default_rng(0).standard_normal((900, 700)).astype(np.float32)
+    hessian = Hessian(x.T @ x)
+    ordered = hessian.matrix_II[np.ix_(hessian.order, hessian.order)].astype(np.float64)
+    r = np.linalg.cholesky(ordered[::-1, ::-1])[::-1, ::-1]
+    np.testing.assert_allclose(hessian.feedback, (r / r.diagonal()).T, rtol=1e-5, atol=1e-7)

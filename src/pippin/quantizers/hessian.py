@@ -14,6 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 DAMPING = 0.01
+# Rows and columns that are factored at once.
+_BLOCK = 512
 
 
 class Hessian:
@@ -26,7 +28,8 @@ class Hessian:
         """
         self.mean = float(np.trace(moment_II, dtype=np.float64)) / len(moment_II)
         self.damping = damping if self.mean > 0 else 1.0
-        self.matrix_II = moment_II / np.float32(self.mean if self.mean > 0 else 1.0)
+        mean = np.float32(self.mean if self.mean > 0 else 1.0)
+        self.matrix_II: NDArray[np.float32] = np.divide(moment_II, mean, dtype=np.float32)
         self.matrix_II[np.diag_indices_from(self.matrix_II)] += np.float32(self.damping)
 
     @cached_property
@@ -48,18 +51,19 @@ class Hessian:
         nothing is inverted.
         """
         turned = self.order[::-1]
-        matrix_II = self.matrix_II[np.ix_(turned, turned)]
-        lower_II = _cholesky(matrix_II)
-        factor_II = lower_II[::-1, ::-1]
-        feedback_II = (factor_II / factor_II.diagonal()).T
-        return np.ascontiguousarray(feedback_II.astype(np.float32))
+        factor_II = _cholesky(self.matrix_II[np.ix_(turned, turned)])[::-1, ::-1]
+        feedback_II = np.empty(factor_II.shape, np.float32)
+        for start in range(0, len(factor_II), _BLOCK):
+            block = slice(start, start + _BLOCK)
+            feedback_II[block] = (factor_II[:, block] / factor_II.diagonal()[block]).T
+        return feedback_II
 
     def of_inputs_over(self, scale_I: NDArray[np.float32]) -> "Hessian":
         """That of the same inputs, each divided by its scale (I,)."""
         moment_II = self.matrix_II.copy()
         moment_II[np.diag_indices_from(moment_II)] -= np.float32(self.damping)
         moment_II *= np.float32(self.mean)
-        return Hessian(moment_II / np.outer(scale_I, scale_I))
+        return Hessian(np.divide(moment_II, np.outer(scale_I, scale_I), dtype=np.float32))
 
     def output_error(self, error_OI: NDArray[np.float32]) -> float:
         """||X E^T||^2 over the inputs seen, without the damping, in the moment's own units."""
@@ -69,10 +73,27 @@ class Hessian:
 
 
 def _cholesky(matrix_II: NDArray[Any]) -> NDArray[np.float64]:
-    """More damping where rounding of the moments left a negative eigenvalue."""
-    matrix_II, extra = matrix_II.astype(np.float64), 0.0
+    """The lower factor; more damping where rounding of the moments left a negative eigenvalue."""
+    extra = 0.0
     while True:
+        lower_II = matrix_II.astype(np.float64)
+        lower_II[np.diag_indices_from(lower_II)] += extra
         try:
-            return np.linalg.cholesky(matrix_II + extra * np.eye(len(matrix_II)))
+            _factor(lower_II)
         except np.linalg.LinAlgError:
             extra = max(10 * extra, DAMPING)
+        else:
+            return lower_II
+
+
+def _factor(lower_II: NDArray[np.float64]) -> None:
+    """Cholesky's factor in the matrix's own place: numpy would hold three of them."""
+    for start in range(0, len(lower_II), _BLOCK):
+        stop = start + _BLOCK
+        own = slice(start, stop)
+        lower_II[own, own] = np.linalg.cholesky(lower_II[own, own])
+        lower_II[own, stop:] = 0
+        lower_II[stop:, own] = np.linalg.solve(lower_II[own, own], lower_II[stop:, own].T).T
+        for first in range(stop, len(lower_II), _BLOCK):
+            others = slice(first, first + _BLOCK)
+            lower_II[first:, others] -= lower_II[first:, own] @ lower_II[others, own].T
