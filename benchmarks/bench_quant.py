@@ -32,9 +32,10 @@ from pippin.artifact import Origin
 from pippin.job import Job
 from pippin.model.quantized import DenseView, bits_per_weight
 from pippin.model.weights import Tensors
-from pippin.stages import quantize as quantize_stage
+from pippin.stages import quantize_work
 from pippin.stages.calibration import Calibration, calibrate
 from pippin.stages.fetch import fetch
+from pippin.stages.quantize import quantize
 from pippin.stages.train import train
 from quant_ruler import LENGTH, Ruler, Score, dither
 
@@ -143,7 +144,7 @@ class Desk:
     def __init__(self, folder: Path, text: Path, work: Path) -> None:
         self.folder, self.name, self.work = folder, text.stem, work
         self.calibrations: dict[bool, Calibration] = {}
-        quantize_stage.calibrate = self.calibrate
+        quantize_work.calibrate = self.calibrate
         whole = text.read_text()
         cuts = [0, int(0.45 * len(whole)), int(0.9 * len(whole)), len(whole)]
         tuning, calibration, self.scored = (whole[a:b] for a, b in itertools.pairwise(cuts))
@@ -162,9 +163,9 @@ class Desk:
 
         Recovery uses the model up, and has one of its own.
         """
-        quantize = job.recipe.quantize
-        by_loss = quantize.method == "best" and quantize.importance == "loss"
-        if by_loss not in self.calibrations or quantize.recover_tokens:
+        settings = job.recipe.quantize
+        by_loss = settings.method == "best" and settings.importance == "loss"
+        if by_loss not in self.calibrations or settings.recover_tokens:
             made = calibrate(job, checkpoint, large=large)
             values = {f.name: getattr(made, f.name) for f in fields(made) if f.init}
             file = self.work / f"moments-{'loss' if by_loss else 'inputs'}-{TOKENS}.npz"
@@ -176,7 +177,7 @@ class Desk:
         file = self.work / f"moments-inputs-{TOKENS}.npz"
         if not file.exists():
             asked = replace(AFFINE, method="gptq")
-            self.run(quantize_stage.quantize, self.asked("calibration", quantize=asked), reference)
+            self.run(quantize, self.asked("calibration", quantize=asked), reference)
         return file
 
     def asked(self, part: str, **tables: Any) -> recipe.Recipe:
@@ -266,7 +267,7 @@ class Desk:
         """Quantize, then measure."""
         made = self.asked("calibration", quantize=settings)
         start = time.process_time()
-        folder = self.run(quantize_stage.quantize, made, reference)
+        folder = self.run(quantize, made, reference)
         seconds = time.process_time() - start
         view = DenseView(folder)
         measured = ruler.measure({name: view.read(name) for name in view.tensors})
