@@ -26,7 +26,7 @@ from pippin.quantizers.hessian import Hessian
 # chunks of 2 MB take a hundred times the page faults and twice the time.
 _CHUNK_BYTES = 1 << 20
 # numpy lets go of the interpreter while it computes. More threads would wait for memory.
-THREADS = min(8, os.cpu_count() or 1)
+_MOST_THREADS = 8
 # Rounding under a Hessian goes through all inputs for every chunk: fewer, larger ones.
 _CALIBRATED_CHUNK_BYTES = 32 << 20
 
@@ -181,7 +181,7 @@ class Coder:
         if hessian:
             chunks = list(row_chunks(info, _CALIBRATED_CHUNK_BYTES))
             return sum((chunk(rows) for rows in chunks), Error())
-        with ThreadPoolExecutor(THREADS) as threads:
+        with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as threads:
             done = threads.map(chunk, row_chunks(info, _CHUNK_BYTES))
             return sum(done, Error())
 

@@ -5,6 +5,7 @@ Shape letters: I input features, O output features, R rank.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -77,6 +78,7 @@ class Merged:
         checked = check_base(adapter, self.folder, job.origin.inputs["model"])
         self.notices = (*checked, *self.plan.notices)
         self._gain: tuple[str, NDArray[np.float32]] | None = None
+        self._lock = Lock()
 
     def read(self, name: str) -> NDArray[Any]:
         """A whole tensor in its own dtype."""
@@ -104,11 +106,11 @@ class Merged:
         return rows
 
     def _gain_of(self, name: str, delta: Delta) -> NDArray[np.float32]:
-        """DoRA's factors of the tensor that was asked for last, found once."""
-        kept = self._gain
-        if kept is None or kept[0] != name:
-            kept = self._gain = (name, _gain(self.base, self.plan.sources[name], delta))
-        return kept[1]
+        """DoRA's factors of the tensor that was asked for last, found once for all threads."""
+        with self._lock:
+            if self._gain is None or self._gain[0] != name:
+                self._gain = (name, _gain(self.base, self.plan.sources[name], delta))
+            return self._gain[1]
 
 
 def merge(job: Job) -> Iterator[Event]:
