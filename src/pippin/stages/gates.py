@@ -15,6 +15,7 @@ MEASURES = {
     "min_gain_kept": ("gain_kept", "gain kept", 3),
     "min_exact_match": ("exact_match", "exact match", 3),
 }
+# How far below its parent a figure may be where both were measured on few rows.
 SLACK = 0.005
 HINTS = {
     "adapter": "train longer (train.epochs), raise train.learning_rate or lora.rank, "

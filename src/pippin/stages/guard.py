@@ -12,9 +12,8 @@ from pippin.figures import bytes_text, share_text
 from pippin.machine import footprint, memory
 
 FLOOR = 0.02  # of the machine's memory, caches that the system would give back counted as free
-SETTLED = (
-    3  # updates after which the peak was seen: the optimizer's moments are there in the second
-)
+# Updates after which the peak was seen: the optimizer's moments are there in the second.
+SETTLED = 3
 
 
 @dataclass(kw_only=True, slots=True)

@@ -86,7 +86,7 @@ def application(desk: Desk, host: str) -> Starlette:
         Route("/health", health),
     ]
     # A web page must not reach a server of this machine's own under a name that it chose.
-    hosts = list(LOOPBACK) if host in LOOPBACK else ["*"]
+    hosts = [*LOOPBACK, "[::1]"] if host in LOOPBACK else ["*"]
     return Starlette(
         routes=routes, middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts)]
     )
