@@ -30,9 +30,9 @@ STAGES = (
     *("quantize", "evaluate-quantized", "deploy-*", "evaluate-deployed-*"),
 )
 HEX = 12
-# What the chart of a budget shows: sizes from so many times the KL that was chosen to its square
-# less, where the curve bends.
-_WINDOW = 6
+# A budget's chart shows the curve's bend: KL up to so many times what was chosen, and down to a
+# share of it.
+_MOST, _LEAST = 6, 1 / 36
 
 
 def write_report(run_folder: Path, title: str, recipe: Recipe) -> Path:
@@ -119,7 +119,7 @@ def _budget(run_folder: Path) -> Iterator[Chart]:
         return
     chosen = (made["size_bytes"] / 1e6, made["expected_kl"])
     curve = [(size / 1e6, kl) for size, kl in made["curve"]]
-    near = [point for point in curve if 1 / _WINDOW**2 < point[1] / chosen[1] < _WINDOW]
+    near = [point for point in curve if _LEAST * chosen[1] < point[1] < _MOST * chosen[1]]
     title = "Expected KL by size, nats a token"
     if chart := line_chart(title, "MB of weights", {"other sizes": near, "chosen": [chosen]}):
         yield chart
