@@ -203,6 +203,19 @@ def test_samples_are_cut_only_where_nothing_else_fits(recipe):
     assert "data.max_seq_len = 512" in fastest_fits(forecast, least - 1).keys
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_fastest_of_each_kind_is_shown(recipe, checkpointing):
+    """Whichever kind the recipe is itself."""
+    kinds = kinds_that_fit(forecast_of(recipe, gradient_checkpointing=checkpointing), 2**40)
+    assert sorted(way.checkpointing for way in kinds) == [False, True]
+
+
+def test_a_share_of_the_layers_is_offered_where_the_recipe_may_say_it(recipe):
+    for engine, offered in (("torch", True), ("mlx", False)):
+        found = ways(forecast_of(change(recipe, model={"engine": engine})))
+        assert any("recomputed_layers = 0.5" in way.keys for way in found) is offered
+
+
 def test_a_quantized_base_is_offered_where_it_saves_memory(recipe):
     forecast = forecast_of(recipe)
     native = replace(forecast, machine=replace(MACHINE, native_bfloat16=True))

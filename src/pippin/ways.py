@@ -4,13 +4,12 @@ An update stays what it was: as many tokens, whatever of them are computed at on
 memory and its pace, the time of a token beside the recipe's own.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from pippin.forecast import Forecast
 from pippin.model.config import ModelConfig
-from pippin.recipe import Train
+from pippin.recipe import Recipe, Train
 
 # A pass of so many tokens takes twice the time a token of an endless one: weights are read, and
 # kernels are started, once a pass.
@@ -18,8 +17,8 @@ HALF = 256
 # Making dense copies of a quantized base, forward and backward, beside the products themselves.
 DECODING = 0.1
 SHORTEST = 128  # tokens of a row; samples are cut down to it where nothing else fits
-LONGEST = 8192
-RECOMPUTED = (0.0, 0.5, 1.0)  # shares of the layers
+LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
+RECOMPUTED = (0.0, 0.5, 1.0)  # shares of the layers; other engines than torch have none or all
 BITS, GROUP = 4, 64  # of a quantized base: the recipe's defaults
 
 
@@ -27,17 +26,20 @@ BITS, GROUP = 4, 64  # of a quantized base: the recipe's defaults
 class Way:
     """One way to train. `keys` are what it changes in the recipe, in words; `memory` bytes.
 
-    `pace` is its time a token over that of the recipe as it is: 0.8 is faster.
+    `pace` is its time a token over that of the recipe as it is: 0.8 is faster. `checkpointing` and
+    `quantized` tell what kind it is, whether the recipe is of that kind already or not.
     """
 
     keys: str
     memory: int
     pace: float
+    checkpointing: bool
+    quantized: bool
 
 
 def ways(forecast: Forecast) -> list[Way]:
     """Every way that computes the recipe's own updates, the fastest first."""
-    return _sorted(forecast, _settings(forecast.recipe.train, forecast.recipe.data.max_seq_len))
+    return _sorted(forecast, _settings(forecast.recipe))
 
 
 def shorter_ways(forecast: Forecast) -> list[Way]:
@@ -60,24 +62,25 @@ def kinds_that_fit(forecast: Forecast, free: int) -> list[Way]:
     """The fastest way that fits of each kind: with or without checkpointing, a quantized base."""
     first: dict[tuple[bool, bool], Way] = {}
     for way in ways(forecast):
-        kind = "checkpointing = true" in way.keys, "quantized" in way.keys
         if way.memory <= free:
-            first.setdefault(kind, way)
+            first.setdefault((way.checkpointing, way.quantized), way)
     return list(first.values())
 
 
-def _settings(train: Train, longest: int) -> Iterator[Train]:
+def _settings(recipe: Recipe) -> Iterator[Train]:
     """Rows x length x passes with the recipe's tokens an update, with checkpointing and without."""
+    train = recipe.train
     whole = train.row_tokens * train.batch_rows * train.accumulate
+    shares = RECOMPUTED if recipe.model.engine == "torch" else (0.0, 1.0)
     lengths = [train.row_tokens]
-    lengths += [n for n in (2**power for power in range(7, 14)) if longest <= n <= LONGEST]
+    lengths += [n for n in LENGTHS if n >= recipe.data.max_seq_len]
     for length in dict.fromkeys(lengths):
         rows = 1
         while length * rows <= whole:
             if whole % (length * rows) == 0:
                 passes = whole // (length * rows)
                 same = replace(train, row_tokens=length, batch_rows=rows, accumulate=passes)
-                for share in RECOMPUTED:
+                for share in shares:
                     spared = {
                         "gradient_checkpointing": share > 0,
                         "recomputed_layers": share or 1.0,
@@ -87,15 +90,21 @@ def _settings(train: Train, longest: int) -> Iterator[Train]:
     yield train
 
 
-def _sorted(forecast: Forecast, settings: Any) -> list[Way]:
+def _sorted(forecast: Forecast, settings: Iterable[Train]) -> list[Way]:
+    """By pace; of equals, those that leave the rows' length alone come first."""
     train = forecast.recipe.train
     own = _pace(forecast, train)
     found: dict[str, tuple[bool, Way]] = {}
     for new in settings:
         for base in _bases(replace(forecast, recipe=replace(forecast.recipe, train=new))):
             keys = _keys(forecast, train, new, base)
-            pace = _pace(base, new) / own
-            way = Way(keys=keys, memory=base.train().memory, pace=pace)
+            way = Way(
+                keys=keys,
+                memory=base.train().memory,
+                pace=_pace(base, new) / own,
+                checkpointing=new.gradient_checkpointing,
+                quantized=bool(base.facts.config.quantization),
+            )
             found[keys] = new.row_tokens != train.row_tokens, way
     order = sorted(
         found.values(), key=lambda pair: (round(pair[1].pace, 3), pair[0], pair[1].memory)
