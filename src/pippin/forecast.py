@@ -228,7 +228,7 @@ class Forecast:
             both = (tokens, asked.calibration_tokens)
             return memory.layered_bytes(config, self.itemsize, both) + back
         if by_loss:
-            back += memory.activations(config, tokens, self.itemsize, checkpointing=False)
+            back += memory.activations(config, tokens, self.itemsize)
         if tuned:
             back += 2 * memory.parameters(config)  # codes, and the parent's head beside the child's
         return memory.calibrate_bytes(config, self.itemsize, CALIBRATION_TOKENS) + back

@@ -67,16 +67,10 @@ def layer_activations(shape: Shape, tokens: int, itemsize: int) -> int:
     return tokens * (itemsize * wide + 4 * shape.num_heads + 8)
 
 
-def activations(shape: Shape, tokens: int, itemsize: int, checkpointing: bool) -> int:
-    """All layers' at once; with checkpointing the inputs of all layers and one layer's own.
-
-    L x layer, or L n b D + layer. Embedding output and final norm add 4 n b D.
-    """
+def activations(shape: Shape, tokens: int, itemsize: int) -> int:
+    """All layers' at once: L x layer. Embedding output and final norm add 4 n b D."""
     layer = layer_activations(shape, tokens, itemsize)
-    ends = 4 * tokens * itemsize * shape.hidden_size
-    if checkpointing:
-        return shape.num_layers * tokens * itemsize * shape.hidden_size + layer + ends
-    return shape.num_layers * layer + ends
+    return shape.num_layers * layer + 4 * tokens * itemsize * shape.hidden_size
 
 
 def loss_bytes(shape: Shape, tokens: int, itemsize: int) -> int:

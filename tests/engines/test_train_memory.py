@@ -89,10 +89,8 @@ def test_layers_keep_what_a_training_saves(tmp_path, kind, dtype, method):
         longest=TOKENS // SPLIT,
         itemsize=4 if dtype == "float32" else 2,
         trained=trained,
-        checkpointing=False,
-        adapted=frozenset(n.rpartition(".")[2] for n in linears)
-        if method == "lora"
-        else frozenset(),
+        checkpointing=0.0,
+        adapted=frozenset(n.rpartition(".")[2] for n in linears),
         rank=8,
     )
     config = read_config(folder)
