@@ -175,6 +175,17 @@ def test_dora_equals_the_torch_engine(jax_engine, torch_engine, tiny, tmp_path):
     np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
 
+def test_dora_of_zeros_stays_zero():
+    """A pruned output has no norm to be divided by."""
+    import jax.numpy as jnp
+
+    from pippin.engines.jax.products import Pair, linears
+
+    pair = Pair(jnp.ones((1, 3)), jnp.zeros((2, 1)), jnp.zeros(2))
+    project = linears({"up.weight": jnp.zeros((2, 3))}, {"up": pair})
+    np.testing.assert_array_equal(project("up", jnp.ones((1, 3))), jnp.zeros((1, 2)))
+
+
 def test_what_is_not_there_is_refused(jax_engine, tiny):
     with pytest.raises(UsageError, match="float8"):
         trained(jax_engine, tiny("llama"), Train(frozen_dtype="float8"))

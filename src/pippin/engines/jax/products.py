@@ -75,7 +75,8 @@ def _gain(pair: Pair, weight_OI: Array) -> Array | int:
     if pair.magnitude_O is None:
         return 1
     sum_OI = weight_OI.astype(jnp.float32) + exact_product(pair.b_OR, pair.a_RI)
-    norm_O = checkpoint_name(lax.stop_gradient(jnp.linalg.norm(sum_OI, axis=1)), "norm")
+    norm_O = jnp.maximum(jnp.linalg.norm(sum_OI, axis=1), jnp.finfo(jnp.float32).tiny)
+    norm_O = checkpoint_name(lax.stop_gradient(norm_O), "norm")
     return jnp.where(jnp.isnan(pair.magnitude_O), 1.0, pair.magnitude_O / norm_O)
 
 

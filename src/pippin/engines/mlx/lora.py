@@ -13,7 +13,7 @@ from pippin.engines.arrays import adapted, find_magnitude, find_pair
 from pippin.errors import ModelError
 
 LINEARS = (nn.Linear, nn.QuantizedLinear)
-TINY = 1e-38
+TINY = 1.2e-38  # the least normal float32
 
 
 class LoraLinear(nn.Module):
