@@ -6,6 +6,7 @@ window that is left out), so it is refused, or limited to the lengths at which t
 was found is kept: the next run needs neither the time nor PyTorch.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -60,14 +61,13 @@ def _limit(config: str) -> int | None:
 def _difference(raw: dict[str, Any], tokens: int) -> float:
     """The largest difference of a logit, as a share of the largest logit; kept from run to run."""
     kept = _kept(json.dumps([raw, tokens], sort_keys=True))
-    try:
+    with contextlib.suppress(OSError, ValueError, KeyError):
         return json.loads(kept.read_text())["difference"]
-    except (OSError, ValueError, KeyError):
-        from pippin.engines.mlx.parity_reference import difference
+    from pippin.engines.mlx.parity_reference import difference
 
-        found = difference(raw, tokens)
-        write_cached(kept, json.dumps({"difference": found}))
-        return found
+    found = difference(raw, tokens)
+    write_cached(kept, json.dumps({"difference": found}))
+    return found
 
 
 def _kept(question: str) -> Path:

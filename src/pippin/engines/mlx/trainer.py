@@ -66,14 +66,13 @@ class MlxTrainer:
     ) -> StepResult:
         """One AdamW update over the micro-batches, each scored token weighing the same.
 
-        While a GPU works, the next update's batches are laid out.
+        While a GPU works alone, the next update's batches are laid out.
         """
         before = {name: self.optimizer.masters[name] for name in self.books.unmoved}
         sums = self._sums(batches)
         loss, norm = self.optimizer.update(sums, learning_rate, self.books.updates + 1)
-        if mx.default_device() != mx.cpu:
-            parts = [part for batch in upcoming() for part in self._parts(batch)]
-            self._ahead = [(part, self._rows(part)) for part in parts]
+        if mx.default_device() != mx.cpu and self.group is None:
+            self._ahead = [(batch, self._rows(batch)) for batch in upcoming()]
         result = StepResult(loss_sum=scalar(loss), tokens=sums.tokens, grad_norm=scalar(norm))
         if self.books.enter(result):
             self.books.watch(learning_rate, partial(_moved, before, self.optimizer.masters))
