@@ -37,8 +37,9 @@ def _same(found, wanted):
 @pytest.mark.parametrize("kind", KINDS)
 def test_moments_equal_the_whole_model_s(kind, tiny, engine, batches, tmp_path):
     whole, layered = engine.load(tiny(kind), "float32"), _layered(engine, tiny(kind), tmp_path)
-    _same(layered.input_moments(batches), whole.input_moments(batches))
+    layered.input_moments(batches, ["model.layers.0.mlp.up_proj"])  # a round that is left
     _same(layered.loss_moments(batches, seed=3), whole.loss_moments(batches, seed=3))
+    _same(layered.input_moments(batches), whole.input_moments(batches))
     assert not list(tmp_path.iterdir())
 
 

@@ -57,6 +57,7 @@ class LayeredModel:
         self._network, self._weights, self._scratch = network, weights, scratch
         self._layers: Any = body(network).layers
         self._prefix = next(n for n, m in network.named_modules() if m is self._layers)
+        self._kind = ""
         self._round: Iterator[Moments] = iter(())
         self.sequential = False
 
@@ -64,19 +65,21 @@ class LayeredModel:
         self, batches: Sequence[Batch], names: Collection[str] | None = None
     ) -> Moments:
         """As Model.input_moments."""
-        return self._ask(lambda: self._by_inputs(batches), names)
+        return self._ask("inputs", lambda: self._by_inputs(batches), names)
 
     def loss_moments(
         self, batches: Sequence[Batch], names: Collection[str] | None = None, seed: int = 0
     ) -> Moments:
         """As LossWeigher.loss_moments."""
-        return self._ask(lambda: self._by_loss(batches, seed), names)
+        return self._ask("loss", lambda: self._by_loss(batches, seed), names)
 
     def _ask(
-        self, begin: Callable[[], Iterator[Moments]], names: Collection[str] | None
+        self, kind: str, begin: Callable[[], Iterator[Moments]], names: Collection[str] | None
     ) -> Moments:
-        """Go on until all are found; a layer that has passed takes another round."""
+        """Go on until all are found; a layer that has passed, or another kind, takes a round."""
         found: Moments = {}
+        if self._kind != kind:
+            self._kind, self._round = kind, iter(())
         for again in (False, True):
             if again:
                 self._round = begin()
@@ -171,11 +174,11 @@ class LayeredModel:
         rows, first = padded_rows(batch, self._network.device), []
         for layer in self._layers:
             layer.forward = note
+        hook = self._layers[0].register_forward_hook(lambda m, x, y: first.append(y))
         try:
-            hook = self._layers[0].register_forward_hook(lambda m, x, y: first.append(y))
             body(self._network)(input_ids=rows.tokens_BT, use_cache=False)
-            hook.remove()
         finally:
+            hook.remove()
             for layer in self._layers:
                 del layer.forward
         assert len(asked) == len(self._layers)
