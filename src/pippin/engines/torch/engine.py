@@ -21,7 +21,7 @@ from pippin.engines.torch.body import find_head
 from pippin.engines.torch.fisher import loss_moments
 from pippin.engines.torch.generate import generate
 from pippin.engines.torch.layered import LayeredModel, load_layered
-from pippin.engines.torch.load import Ways, load_network
+from pippin.engines.torch.load import LoadOptions, load_network
 from pippin.engines.torch.lora import add_adapter, add_to_embedding
 from pippin.engines.torch.moments import input_moments
 from pippin.engines.torch.names import full_parameters, lora_parameters
@@ -42,7 +42,7 @@ class TorchEngine:
         self, device: torch.device, remote_code: bool = False, attention: str = "auto"
     ) -> None:
         self._device = device
-        self._ways = Ways(remote_code=remote_code, math=attention == "math")
+        self._options = LoadOptions(remote_code=remote_code, math=attention == "math")
         if device.type == "cpu":
             steady_heap()
 
@@ -54,7 +54,7 @@ class TorchEngine:
         adapter of another base.
         """
         picked = devices.pick_dtype(dtype, self._device)
-        network = load_network(checkpoint, picked, self._device, self._ways)
+        network = load_network(checkpoint, picked, self._device, self._options)
         if adapter is not None:
             _add_saved_adapter(network, adapter)
         return TorchModel(network, checkpoint)

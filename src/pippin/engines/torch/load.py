@@ -24,7 +24,7 @@ from pippin.model.weights import Tensors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ways:
+class LoadOptions:
     """How a network is made.
 
     `remote_code` takes the config and model classes that `auto_map` names from the folder's code;
@@ -36,7 +36,7 @@ class Ways:
 
 
 def load_network(
-    folder: Path, dtype: torch.dtype, device: torch.device, ways: Ways = Ways()
+    folder: Path, dtype: torch.dtype, device: torch.device, options: LoadOptions = LoadOptions()
 ) -> PreTrainedModel:
     """The folder's causal language model on `device`, frozen, in evaluation mode.
 
@@ -44,9 +44,12 @@ def load_network(
     CUDA, linears that have a kernel there keep their codes. Raises ModelError for a folder that is
     not a model, and for tensors that are missing, left over or of another shape.
     """
-    config = _read_config(folder, ways.remote_code)
+    config = _read_config(folder, options.remote_code)
     kind = _model_class(folder, config)
-    source: dict[str, Any] = {"pretrained_model_name_or_path": folder, **_attention(config, ways)}
+    source: dict[str, Any] = {
+        "pretrained_model_name_or_path": folder,
+        **_attention(config, options),
+    }
     view, kernels = None, {}
     if getattr(config, "quantization", None):
         for key in ("quantization", "quantization_config"):
@@ -70,7 +73,7 @@ def empty_network(folder: Path, dtype: torch.dtype) -> PreTrainedModel | None:
     kind, text = _model_class(folder, config), config.get_text_config()
     for key in ("quantization", "quantization_config"):
         config.__dict__.pop(key, None)
-    made = {"dtype": dtype, **_attention(config, Ways())}
+    made = {"dtype": dtype, **_attention(config, LoadOptions())}
     with torch.device("meta"):
         whole = kind._from_config(config, **made)
     if not hasattr(body(whole), "layers"):
@@ -144,10 +147,10 @@ def _model_class(folder: Path, config: Any) -> Any:
     return mapping[type(config)]
 
 
-def _attention(config: Any, ways: Ways) -> dict[str, str]:
+def _attention(config: Any, options: LoadOptions) -> dict[str, str]:
     """Some versions of transformers leave Gemma 2's soft cap out of their fused attention."""
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
-    return {"attn_implementation": "eager"} if capped or ways.math else {}
+    return {"attn_implementation": "eager"} if capped or options.math else {}
 
 
 def _linears(kind: Any, config: Any) -> set[str]:

@@ -64,14 +64,14 @@ def audit_all(ask: Ask) -> Iterator[Audited]:
     """Every program of every architecture."""
     for architecture in load_architectures():
         if is_real(ask):
-            yield from apart(architecture.name, "all programs", audit_apart, architecture, ask)
+            yield from apart(architecture.name, "all programs", _programs, architecture, ask)
         else:
-            yield from audit_one(architecture, make_rules(ask.version, ask.chip), ask)
+            yield from _programs(architecture, ask)
 
 
-def audit_apart(architecture: Architecture, ask: Ask) -> list[Audited]:
-    """Every program of one architecture, in a process of its own."""
-    return list(audit_one(architecture, make_rules(chip=chip_here()), ask))
+def _programs(architecture: Architecture, ask: Ask) -> list[Audited]:
+    rules = make_rules(ask.version, ask.chip or chip_here())
+    return list(audit_one(architecture, rules, ask))
 
 
 def audit_one(architecture: Architecture, rules: Rules, ask: Ask) -> Iterator[Audited]:
