@@ -2,7 +2,7 @@
 
 Every run is `pippin train` of a recipe, two updates in a process of its own. On a CPU the
 peak resident set of that process counts, on CUDA the allocator's peak. `--fit` runs other shapes
-and lengths instead: those that the constants of pippin/memory.py were read off.
+and lengths instead: those that the constants of the forecast were read off.
 """
 
 import argparse
@@ -15,117 +15,14 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import common
-
-LLAMA: dict[str, Any] = {"model_type": "llama", "tie_word_embeddings": True}
-
-
-def shape(base: dict[str, Any], sizes: tuple[int, ...], **more: Any) -> dict[str, Any]:
-    """A config from (vocabulary, hidden, feed-forward, heads, kv heads, channels of a head)."""
-    keys = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
-    keys += ("num_key_value_heads", "head_dim")
-    return {**base, **dict(zip(keys, sizes, strict=True)), **more}
-
-
-SHAPES = {
-    "smollm2-135m": shape(LLAMA, (49152, 576, 1536, 9, 3, 64)),
-    "llama-3.2-1b": shape(LLAMA, (128256, 2048, 8192, 32, 8, 64)),
-    "qwen2.5-0.5b": shape({**LLAMA, "model_type": "qwen2"}, (151936, 896, 4864, 14, 2, 64)),
-    "gemma-3-270m": shape(
-        {**LLAMA, "model_type": "gemma3_text", "sliding_window": 512, "query_pre_attn_scalar": 256},
-        (262144, 640, 2048, 4, 1, 256),
-    ),
-    # Only for the constants:
-    "llama-a": shape(LLAMA, (32000, 768, 2304, 12, 4, 64)),
-    "llama-b": shape(LLAMA, (65536, 1024, 2816, 16, 16, 64), tie_word_embeddings=False),
-    "qwen3-a": shape({**LLAMA, "model_type": "qwen3"}, (65536, 768, 2048, 8, 4, 128)),
-    "gemma-a": shape(
-        {**LLAMA, "model_type": "gemma3_text", "sliding_window": 256, "query_pre_attn_scalar": 128},
-        (65536, 512, 1536, 4, 2, 128),
-    ),
-}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
-    """One training: `method` is lora, full or qlora; `split` samples fill a row of `tokens`."""
-
-    shape: str
-    layers: int
-    method: str
-    tokens: int
-    rows: int = 1
-    split: int = 1
-    checkpointing: bool = False
-    dtype: str = "auto"
-
-    @property
-    def name(self) -> str:
-        """In words."""
-        spared = ", checkpointing" if self.checkpointing else ""
-        rows = f"{self.rows} x {self.tokens}" if self.rows > 1 else str(self.tokens)
-        return f"{self.shape}, {self.layers} layers, {self.method}, {rows}{spared}, {self.dtype}"
-
-
-def run(name: str, layers: int, method: str, tokens: int, **more: Any) -> Run:
-    """A run, its first four figures in order."""
-    return Run(shape=name, layers=layers, method=method, tokens=tokens, **more)
-
-
-CPU = [
-    run("smollm2-135m", 30, "lora", 1024, split=4),
-    run("smollm2-135m", 12, "full", 256),
-    run("smollm2-135m", 4, "lora", 8192, split=4, checkpointing=True),
-    run("smollm2-135m", 12, "qlora", 2048, split=2),
-    run("gemma-3-270m", 18, "lora", 512, split=2),
-    run("gemma-3-270m", 6, "lora", 2048, split=8, checkpointing=True),
-    run("llama-3.2-1b", 4, "lora", 1024, split=2),
-    run("llama-3.2-1b", 3, "lora", 2048, split=4, checkpointing=True, dtype="float32"),
-    run("llama-3.2-1b", 6, "qlora", 512),
-    run("qwen2.5-0.5b", 8, "lora", 2048, split=4),
-    run("qwen2.5-0.5b", 4, "lora", 512, split=2, dtype="float32"),
-    run("qwen2.5-0.5b", 6, "lora", 4096, split=8, checkpointing=True),
-]
-CPU_FIT = [
-    run("llama-a", 12, "lora", 768, split=3),
-    run("llama-a", 12, "lora", 768, split=3, dtype="float32"),
-    run("llama-a", 6, "lora", 3072, split=6, checkpointing=True),
-    run("llama-a", 6, "full", 384),
-    run("llama-a", 8, "qlora", 1536, split=3),
-    run("llama-b", 8, "lora", 1536, split=3),
-    run("qwen3-a", 8, "lora", 1536, split=3),
-    run("gemma-a", 8, "lora", 1536, split=6),
-    run("gemma-a", 4, "full", 768, split=6, dtype="float32"),
-]
-CUDA = [
-    run("smollm2-135m", 30, "lora", 8192, split=16),
-    run("smollm2-135m", 30, "full", 4096, split=8),
-    run("smollm2-135m", 30, "lora", 4096, split=8, rows=2, checkpointing=True),
-    run("smollm2-135m", 30, "qlora", 2048),
-    run("gemma-3-270m", 18, "lora", 2048, split=8),
-    run("gemma-3-270m", 18, "lora", 8192, split=16, checkpointing=True),
-    run("llama-3.2-1b", 16, "lora", 8192, split=8),
-    run("llama-3.2-1b", 16, "lora", 1024, checkpointing=True),
-    run("llama-3.2-1b", 4, "qlora", 4096, split=4),
-    run("llama-3.2-1b", 8, "full", 2048, split=4),
-    run("qwen2.5-0.5b", 24, "lora", 4096, split=8),
-    run("qwen2.5-0.5b", 24, "lora", 256),
-]
-CUDA_FIT = [
-    run("llama-a", 12, "lora", 6144, split=6),
-    run("llama-b", 8, "lora", 3072, split=6, checkpointing=True),
-    run("llama-a", 12, "full", 3072, split=6),
-    run("qwen3-a", 8, "lora", 3072, split=6),
-    run("gemma-a", 8, "lora", 3072, split=12),
-    run("gemma-a", 8, "full", 1536, split=6),
-]
-SETS = {"cpu": (CPU, CPU_FIT), "cuda": (CUDA, CUDA_FIT)}
+from forecast_runs import SETS, SHAPES, Run
 
 
 def main() -> None:
@@ -148,8 +45,15 @@ def main() -> None:
         found = [json.loads(text) for text in options.read.read_text().splitlines()]
     else:
         found = list(measured(options))
-    if found and not options.fit:
-        common.report(rows_of(found), options.save, gpu_of(options.device))
+    if not options.fit:
+        common.report(rows_of(found), options.save, gpu() if options.device == "cuda" else None)
+
+
+def gpu() -> tuple[str, int]:
+    """Its name and memory in GB; children do without what this imports."""
+    from bench_lora_gpu import device
+
+    return device()
 
 
 def measured(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -164,8 +68,6 @@ def measured(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         pairs = zip(asked, folders, strict=True)
         begun = [pool.submit(in_child, options.device, run, folder) for run, folder in pairs]
         for each in (future.result() for future in as_completed(begun)):
-            if each is None:
-                continue
             if options.out:
                 with options.out.open("a") as file:
                     file.write(json.dumps(each) + "\n")
@@ -173,8 +75,8 @@ def measured(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield each
 
 
-def in_child(device: str, asked: Run, folder: Path) -> dict[str, Any] | None:
-    """The figures of one run; None, and its last words printed, where it failed."""
+def in_child(device: str, asked: Run, folder: Path) -> dict[str, Any]:
+    """The figures of one run."""
     if not folder.exists():
         make_inputs([asked], [folder])
     command = [sys.executable, __file__, "--device", device, "--child", json.dumps(asdict(asked))]
@@ -182,9 +84,7 @@ def in_child(device: str, asked: Run, folder: Path) -> dict[str, Any] | None:
         [*command, "--folder", str(folder)], capture_output=True, text=True, check=False
     )
     shutil.rmtree(folder)
-    if done.returncode:
-        print(f"{asked.name}: {done.stderr[-3000:]}", flush=True)
-        return None
+    assert done.returncode == 0, f"{asked.name}: {done.stderr[-3000:]}"
     return {"name": asked.name, **json.loads(done.stdout.splitlines()[-1])}
 
 
@@ -223,16 +123,6 @@ def rows_of(found: list[dict[str, Any]]) -> list[common.Row]:
     ]
 
 
-def gpu_of(device: str) -> tuple[str, int] | None:
-    """The GPU's name and memory in GB."""
-    if device == "cpu":
-        return None
-    command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    name, mib = done.stdout.splitlines()[0].split(", ")
-    return name, int(mib) * 2**20 // 10**9
-
-
 def measure(asked: Run, folder: Path, device: str) -> dict[str, Any]:
     """Train it here; bytes forecast and measured, and the forecast's parts."""
     from pippin.forecast import Forecast, look
@@ -251,9 +141,9 @@ def recipe_of(asked: Run, folder: Path, device: str) -> Any:
     from pippin import recipe
 
     method: Any = "full" if asked.method == "full" else "lora"
-    kind, dtype = (cast_any(value) for value in (device, asked.dtype))
+    place: dict[str, Any] = {"device": device, "dtype": asked.dtype}
     return recipe.Recipe(
-        model=recipe.Model(source="model", device=kind, dtype=dtype),
+        model=recipe.Model(source="model", **place),
         data=recipe.Data(source="rows", max_seq_len=asked.tokens // asked.split),
         train=recipe.Train(
             method=method,
@@ -268,11 +158,6 @@ def recipe_of(asked: Run, folder: Path, device: str) -> Any:
         name="forecast",
         folder=folder,
     )
-
-
-def cast_any(value: Any) -> Any:
-    """A word that a recipe takes."""
-    return value
 
 
 def train(recipe: Any, folder: Path) -> int:

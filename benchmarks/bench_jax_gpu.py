@@ -19,6 +19,7 @@ from bench_lora_gpu import (
     OPEN_LLAMA_3B,
     RATE,
     adapter_of,
+    device,
     matmul_flops,
     samples,
     seconds_per_token,
@@ -105,14 +106,6 @@ def describe(run: Run) -> str:
         f"{run.speed:.0f} tok/s, {run.peak / 2**30:.1f} GiB, loss {run.loss:.4f}, "
         f"compiled in {run.compiling:.1f} s"
     )
-
-
-def device() -> tuple[str, int]:
-    """The GPU's name and its memory in GB."""
-    import torch
-
-    found = torch.cuda.get_device_properties(0)
-    return found.name, round(found.total_memory / 1e9)
 
 
 def pippin(rows: int, tokens: int) -> Run:

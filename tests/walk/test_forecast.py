@@ -1,6 +1,7 @@
 """The plan's memory for training against the peak of trainings in processes of their own."""
 
 import importlib.util
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -30,7 +31,7 @@ bench = load_bench()
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "asked", [*bench.CPU, *bench.CPU_FIT], ids=lambda run: run.name.replace(", ", "-")
+    "asked", itertools.chain(*bench.SETS["cpu"]), ids=lambda run: run.name.replace(", ", "-")
 )
 def test_a_plan_holds(asked, tmp_path):
     found = bench.in_child("cpu", asked, tmp_path / "run")
