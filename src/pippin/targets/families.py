@@ -12,26 +12,23 @@ MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 GEMMAS = ("gemma", "gemma2", "gemma3_text")
 # Every how many layers one attends to everything, where the config is silent.
 _PATTERNS = {"gemma2": 2, "gemma3_text": 6}
-MASKED = ("coreai", "coreml")
+# Targets whose caches mask by themselves what lies before a window.
+MASKED = ("coreai", "coreml", "executorch-coreml")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 # transformers' names of the two activations that the decoder has.
 ACTIVATIONS = {False: "silu", True: "gelu_pytorch_tanh"}
 
 
-def refuse_family(target: str, checkpoint: Path, masked: bool = False) -> Iterator[Refusal]:
-    """Every reason why the decoder cannot compute the model in the folder, as (message, hint).
-
-    `masked` says that the target's caches mask by themselves what lies before a window: with them
-    the Gemmas are built too.
-    """
-    config = read_config(checkpoint)
+def refuse_family(target: str, checkpoint: Path) -> Iterator[Refusal]:
+    """Every reason why the decoder cannot compute the model in the folder, as (message, hint)."""
+    config, masked = read_config(checkpoint), target in MASKED
     built = (*MODEL_TYPES, *GEMMAS) if masked else MODEL_TYPES
     window = next((size for size in windows_of(config) if size is not None), None)
     if window is not None and not masked:
         yield (
             f"{target}: {config.model_type} has sliding-window attention ({window} tokens), which "
             "its attention operator does not mask",
-            f"deploy to {' or '.join(MASKED)}, or a model with full attention in every layer",
+            f"deploy to one of {', '.join(MASKED)}, or a model with full attention in every layer",
         )
     elif config.model_type not in built:
         yield (

@@ -24,7 +24,7 @@ class CoreAi:
 
     def refusal(self, quantize: Quantize, checkpoint: Path) -> Refusal | None:
         """The first reason against deploying such a model, as (message, hint); None for none."""
-        return next(refuse_family("coreai", checkpoint, masked=True), None)
+        return next(refuse_family("coreai", checkpoint), None)
 
     def stored_bits(self, grid: Grid, inputs: int) -> float:
         """Codes have 4 or 8 bits, scales and zero points are float32."""

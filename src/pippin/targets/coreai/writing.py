@@ -44,7 +44,7 @@ def write(bundle: Bundle) -> Iterator[Event]:
     Raises ModelError for a model that is not built, and PippinError where the file computes
     something else than the quantized model does in PyTorch.
     """
-    for refusal in refuse_family("coreai", bundle.quantized, masked=True):
+    for refusal in refuse_family("coreai", bundle.quantized):
         raise ModelError(*refusal)
     context, tokenizer = require_context(bundle), load_tokenizer(bundle.quantized)
     started = time.perf_counter()

@@ -28,7 +28,7 @@ class CoreMl:
     def refusal(self, quantize: Quantize, checkpoint: Path) -> Refusal | None:
         """The first reason against deploying such a model, as (message, hint); None for none."""
         reasons = [
-            *refuse_family("coreml", checkpoint, masked=True),
+            *refuse_family("coreml", checkpoint),
             *refuse_grids("coreml", quantize, BITS),
         ]
         return reasons[0] if reasons else None

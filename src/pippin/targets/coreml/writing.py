@@ -54,7 +54,7 @@ def write(bundle: Bundle) -> Iterator[Event]:
     Raises ModelError for a model or codes that Core ML cannot hold, and PippinError where the file
     holds other weights, or computes something else, than the quantized model.
     """
-    for refusal in refuse_family("coreml", bundle.quantized, masked=True):
+    for refusal in refuse_family("coreml", bundle.quantized):
         raise ModelError(*refusal)
     context, tokenizer = require_context(bundle), load_tokenizer(bundle.quantized)
     started, folder = time.perf_counter(), Folder(bundle.quantized)

@@ -5,12 +5,15 @@ folder.py       codes as XNNPACK holds them
 layers.py       linears, embeddings, norms and rotations in forms that XNNPACK takes
 parts.py        caches and quantized layers of the shared decoder
 lowering.py     export, delegation, serialization
-delegation.py   what runs in XNNPACK
+delegation.py   which operators a delegate took, of what share of the work
 runtime.py      the .pte as a Scorer
 check.py        the .pte against eager torch
 stored.py       the codes in the .pte against the folder's
 writing.py      the bundle
+sharing.py      what the .pte stores twice, taken out
 guide.py        the bundle's README
+affine.py       for other delegates: codes as torchao writes them
+delegated.py    their bundle; delegated_target.py is their entry, coreml/ mlx/ vulkan/ what differs
 """
 
 from collections.abc import Iterator

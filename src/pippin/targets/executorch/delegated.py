@@ -51,8 +51,8 @@ class Delegate:
 
     `limits` are those of the target's gate; `why` says what keeps an operator outside the delegate;
     `subgraphs` is how many pieces the program may be cut into; `full_calls` whether one call may
-    fill the whole context, which is another program for some; `masked` as refuse_family has it.
-    Without `open` nothing here runs the file, and the program that was handed over runs instead.
+    fill the whole context, which is another program for some. Without `open` nothing here runs the
+    file, and the program that was handed over runs instead.
     """
 
     limits: Limits
@@ -60,11 +60,10 @@ class Delegate:
     runtime: str
     subgraphs: int
     full_calls: bool
-    masked: bool
     read_weights: Callable[[Folder, int], Weights]
     lower: Callable[[torch.export.ExportedProgram, dict[str, Any]], EdgeProgramManager]
     open: Callable[[Path, int], Scorer] | None
-    why: Callable[[str], str]
+    why: str
     guide: Callable[[dict[str, Any]], Guide]
 
     @property
@@ -106,7 +105,7 @@ def write(delegate: Delegate, bundle: Bundle) -> Iterator[Event]:
     Raises ModelError for a model that is not built, and PippinError where the delegate leaves much
     of it outside or the file computes something else than the quantized model does in PyTorch.
     """
-    for refusal in refuse_family(delegate.target, bundle.quantized, delegate.masked):
+    for refusal in refuse_family(delegate.target, bundle.quantized):
         raise ModelError(*refusal)
     context, tokenizer = require_context(bundle), load_tokenizer(bundle.quantized)
     started, path = time.perf_counter(), bundle.folder / PROGRAM
@@ -115,7 +114,7 @@ def write(delegate: Delegate, bundle: Bundle) -> Iterator[Event]:
         edge = _lower(delegate, weights, runner_constants(tokenizer, weights))
         del weights
         graph = edge.exported_program().graph_module
-        delegation = read_delegation(graph, delegate.backend, delegate.why)
+        delegation = read_delegation(graph, delegate.backend, lambda operator: delegate.why)
         _require_whole(delegate, delegation)
         with path.open("wb") as file:
             lowering.serialize(edge).write_to_file(file)

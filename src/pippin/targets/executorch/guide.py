@@ -1,4 +1,4 @@
-"""The README of an ExecuTorch bundle."""
+"""The README of an ExecuTorch bundle, and what other delegates' say alike."""
 
 from typing import Any
 
@@ -46,3 +46,26 @@ On Android use `org.pytorch.executorch.extension.llm.LlmModule`, in Swift the `T
 answer: strip it.
 """,
     )
+
+
+def on_a_mac(version: str) -> str:
+    """A section: the program, step by step, in the wheel's own runtime."""
+    return f"""\
+## On a Mac
+
+```sh
+pip install executorch=={version}
+```
+
+```python
+import torch
+from executorch.runtime import Runtime
+
+forward = Runtime.get().load_program("model.pte").load_method("forward")
+ids, position = [1, 2, 3], 0
+for _ in range(16):
+    (logits,) = forward.execute((torch.tensor([ids]), torch.tensor([position])))
+    ids, position = [int(logits.argmax())], position + len(ids)
+    print(ids[0])
+```
+"""

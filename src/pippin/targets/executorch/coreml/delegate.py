@@ -14,7 +14,7 @@ from pippin.targets.executorch import lowering
 from pippin.targets.executorch.coreml.parts import CoreMlDelegateParts
 from pippin.targets.executorch.coreml.runtime import EmbeddedModel
 from pippin.targets.executorch.delegated import Delegate
-from pippin.targets.folder import Folder
+from pippin.targets.executorch.guide import on_a_mac
 from pippin.targets.gate import Limits
 from pippin.targets.guide import Guide
 
@@ -34,17 +34,12 @@ def delegate() -> Delegate:
         ),
         subgraphs=1,
         full_calls=False,
-        masked=True,
-        read_weights=_read_weights,
+        read_weights=lambda folder, context: Weights(CoreMlDelegateParts(), folder, context),
         lower=_lower,
         open=EmbeddedModel,
-        why=_why,
+        why="coremltools converts no such operator",
         guide=_guide,
     )
-
-
-def _read_weights(folder: Folder, context: int) -> Weights:
-    return Weights(CoreMlDelegateParts(), folder, context)
 
 
 def _lower(program: torch.export.ExportedProgram, constants: dict[str, Any]) -> EdgeProgramManager:
@@ -58,10 +53,6 @@ def _lower(program: torch.export.ExportedProgram, constants: dict[str, Any]) -> 
     return lowering.lower(program, constants, partitioner, skip_dim_order=False)
 
 
-def _why(operator: str) -> str:
-    return "coremltools converts no such operator"
-
-
 def _guide(description: dict[str, Any]) -> Guide:
     check, version = description["check"], description["versions"]["executorch"]
     return Guide(
@@ -71,25 +62,7 @@ def _guide(description: dict[str, Any]) -> Guide:
         "operator in float16, differs from the quantized model by a KL divergence of "
         f"{check['mean_kl']:.2g} nats a token, the likeliest token the same at "
         f"{check['top1']:.1%} of positions. Core ML itself was not run: it needs a Mac or a phone.",
-        run=f"""
-## On a Mac
-
-```sh
-pip install executorch=={version}
-```
-
-```python
-import torch
-from executorch.runtime import Runtime
-
-forward = Runtime.get().load_program("model.pte").load_method("forward")
-ids, position = [1, 2, 3], 0
-for _ in range(16):
-    (logits,) = forward.execute((torch.tensor([ids]), torch.tensor([position])))
-    ids, position = [int(logits.argmax())], position + len(ids)
-    print(ids[0])
-```
-
+        run=f"""{on_a_mac(version)}
 ## In an app
 
 Build ExecuTorch {version} with `EXECUTORCH_BUILD_COREML` and

@@ -7,48 +7,11 @@ runtime.py      the .pte as a Scorer
 delegate.py     lowering, and what the bundle says
 """
 
-from collections.abc import Iterator
-from pathlib import Path
-
-from pippin.engines import Scorer
-from pippin.events import Event
-from pippin.recipe import Quantize
-from pippin.targets import Bundle, Refusal
-from pippin.targets.families import refuse_family
-from pippin.targets.grids import refuse_grids
-from pippin.targets.quiet import quiet
+from pippin.targets.executorch.delegated_target import DelegatedTarget
 
 BITS = (2, 4, 5, 6, 8)
 
 
-class ExecuTorchMlx:
-    """The target; its packages are imported when it writes or loads."""
-
-    def refusal(self, quantize: Quantize, checkpoint: Path) -> Refusal | None:
-        """The first reason against deploying such a model, as (message, hint); None for none."""
-        reasons = [
-            *refuse_family("executorch-mlx", checkpoint),
-            *refuse_grids("executorch-mlx", quantize, BITS),
-        ]
-        return reasons[0] if reasons else None
-
-    def write(self, bundle: Bundle) -> Iterator[Event]:
-        """Make, describe and check the bundle. Raises what delegated.write raises."""
-        with quiet():
-            from pippin.targets.executorch import delegated
-            from pippin.targets.executorch.mlx.delegate import delegate
-
-        yield from delegated.write(delegate(), bundle)
-
-    def load(self, folder: Path) -> Scorer:
-        """The .pte's bytecode in PyTorch: not MLX itself. ModelError for an incomplete bundle."""
-        with quiet():
-            from pippin.targets.executorch import delegated
-            from pippin.targets.executorch.mlx.delegate import delegate
-
-        return delegated.load(delegate(), folder)
-
-
-def make_target() -> ExecuTorchMlx:
+def make_target() -> DelegatedTarget:
     """The target's entry in the table."""
-    return ExecuTorchMlx()
+    return DelegatedTarget(name="executorch-mlx", bits=BITS)

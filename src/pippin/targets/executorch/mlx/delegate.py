@@ -10,6 +10,7 @@ from pippin.engines import Scorer
 from pippin.targets.decoder import Weights
 from pippin.targets.executorch import lowering
 from pippin.targets.executorch.delegated import Delegate
+from pippin.targets.executorch.guide import on_a_mac
 from pippin.targets.executorch.mlx.schema import provide_schema
 from pippin.targets.folder import Folder
 from pippin.targets.gate import Limits
@@ -26,11 +27,10 @@ def delegate() -> Delegate:
         limits=Limits(target="executorch-mlx", max_kl=1e-4, min_top1=0.98, tokens=48),
         subgraphs=1,
         full_calls=True,
-        masked=False,
         read_weights=_read_weights,
         lower=_lower,
         open=_open,
-        why=_why,
+        why="no instruction of the MLX delegate computes it",
         guide=_guide,
     )
 
@@ -58,10 +58,6 @@ def _open(path: Path, context: int) -> Scorer:
     return BytecodeModel(path, context)
 
 
-def _why(operator: str) -> str:
-    return "no instruction of the MLX delegate computes it"
-
-
 def _guide(description: dict[str, Any]) -> Guide:
     check, version = description["check"], description["versions"]["executorch"]
     return Guide(
@@ -71,25 +67,7 @@ def _guide(description: dict[str, Any]) -> Guide:
         "instruction in PyTorch in float32, differs from the quantized model by a KL divergence of "
         f"{check['mean_kl']:.2g} nats a token, the likeliest token the same at "
         f"{check['top1']:.1%} of positions. MLX itself was not run: it needs a Mac.",
-        run=f"""
-## On a Mac
-
-```sh
-pip install executorch=={version}
-```
-
-```python
-import torch
-from executorch.runtime import Runtime
-
-forward = Runtime.get().load_program("model.pte").load_method("forward")
-ids, position = [1, 2, 3], 0
-for _ in range(16):
-    (logits,) = forward.execute((torch.tensor([ids]), torch.tensor([position])))
-    ids, position = [int(logits.argmax())], position + len(ids)
-    print(ids[0])
-```
-
+        run=f"""{on_a_mac(version)}
 ## In an app
 
 Build ExecuTorch {version} with `EXECUTORCH_BUILD_MLX` and `EXECUTORCH_BUILD_EXTENSION_LLM_RUNNER`

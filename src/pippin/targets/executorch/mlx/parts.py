@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pippin.model.weights import Checkpoint
+from pippin.targets import portable
 from pippin.targets.decoder import Shape, Weights
 from pippin.targets.executorch.affine import Matrix, require_grid
 from pippin.targets.executorch.mlx import BITS
@@ -19,15 +20,8 @@ from pippin.targets.matrices import MatrixParts
 _NORM = "model.norm.weight"
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(portable.RMSNorm):
     """x / rms(x) * weight, as one operator."""
-
-    weight: Tensor
-
-    def __init__(self, weight_D: Tensor, eps: float):
-        super().__init__()
-        self.eps = eps
-        self.register_buffer("weight", weight_D)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """(.., D) to (.., D)."""

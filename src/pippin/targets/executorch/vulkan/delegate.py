@@ -11,7 +11,6 @@ from pippin.targets.decoder import Weights
 from pippin.targets.executorch import lowering
 from pippin.targets.executorch.delegated import Delegate
 from pippin.targets.executorch.vulkan.parts import VulkanParts
-from pippin.targets.folder import Folder
 from pippin.targets.gate import Limits
 from pippin.targets.guide import Guide
 
@@ -32,26 +31,17 @@ def delegate() -> Delegate:
         ),
         subgraphs=1,
         full_calls=True,
-        masked=False,
-        read_weights=_read_weights,
+        read_weights=lambda folder, context: Weights(VulkanParts(), folder, context),
         lower=_lower,
         open=None,
-        why=_why,
+        why="no shader of the Vulkan delegate computes it",
         guide=_guide,
     )
-
-
-def _read_weights(folder: Folder, context: int) -> Weights:
-    return Weights(VulkanParts(), folder, context)
 
 
 def _lower(program: torch.export.ExportedProgram, constants: dict[str, Any]) -> EdgeProgramManager:
     partitioner = VulkanPartitioner({"require_dynamic_shapes": True})
     return lowering.lower(program, constants, partitioner)
-
-
-def _why(operator: str) -> str:
-    return "no shader of the Vulkan delegate computes it"
 
 
 def _guide(description: dict[str, Any]) -> Guide:
