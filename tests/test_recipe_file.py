@@ -95,6 +95,12 @@ FAULTS = [
     ),
     ("steps = 10", "patience = 2", "17: train.patience: counts validations", "train.valid_every"),
     (
+        "[data]",
+        'attention = "math"\nengine = "mlx"\n[data]',
+        "6: model.attention: the engine mlx has one way",
+        "torch",
+    ),
+    (
         "steps = 10",
         "recomputed_layers = 0.5",
         "17: train.recomputed_layers: is a share of what gradient_checkpointing recomputes",

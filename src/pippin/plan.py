@@ -119,11 +119,6 @@ def _require(recipe: Recipe, machine: Machine) -> None:
             f"engine {engine} needs the package {lacking}, which is not installed",
             f"pip install 'pippin[{engine}]', or another engine",
         )
-    if recipe.model.attention == "math" and engine != "torch":
-        raise UsageError(
-            f"model.attention math is PyTorch's: engine {engine} has one way to compute it",
-            "leave it out, or set model.engine = torch",
-        )
     here = machine.devices(engine)
     if device not in ("auto", *here):
         why = f": {machine.lacking}" if machine.lacking else ""

@@ -103,6 +103,12 @@ def limit(path: tuple[str, ...]) -> Range | None:
 
 def contradictions(recipe: Recipe) -> Iterator[Contradiction]:
     """Keys that cannot both be meant."""
+    if recipe.model.attention == "math" and recipe.model.engine != "torch":
+        yield (
+            ("model", "attention"),
+            f"the engine {recipe.model.engine} has one way to compute it",
+            'leave it out, or set model.engine = "torch"',
+        )
     yield from _training(recipe)
     yield from _quantizing(recipe.quantize)
     yield from _budgets(recipe.quantize)
