@@ -116,6 +116,9 @@ def test_a_recipe_that_says_otherwise_is_told(recipe):
     same, (notice,) = heed(asked, "mps")
     assert same == asked
     assert "model.dtype is set to bfloat16; float32 is safe" in notice
+    record("torch", "mps", [found("product.plain.float16", "dtype")])
+    same, (notice,) = heed(with_model(recipe, dtype="float16"), "mps")
+    assert "model.dtype is set to float16; float32 is safe" in notice
 
 
 def test_findings_end_with_the_version(recipe, monkeypatch):

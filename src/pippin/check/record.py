@@ -25,10 +25,9 @@ class Wrong:
         """Whether half precision alone is to blame."""
         return self.probe.endswith(HALF)
 
-    @property
-    def matters(self) -> bool:
+    def matters(self, dtype: str) -> bool:
         """Whether a plan can avoid it; float16 is computed where a recipe asks for it alone."""
-        return self.avoid != "" and not self.probe.endswith(".float16")
+        return self.avoid != "" and (dtype == "float16" or not self.probe.endswith(".float16"))
 
 
 def record(engine: str, device: str, findings: Sequence[Finding]) -> str | None:
@@ -58,7 +57,8 @@ def heed(recipe: Recipe, device: str) -> tuple[Recipe, tuple[str, ...]]:
     stays, and is told.
     """
     notices: list[str] = []
-    wrong = [each for each in recall(recipe.model.engine, device) if each.matters]
+    found = recall(recipe.model.engine, device)
+    wrong = [each for each in found if each.matters(recipe.model.dtype)]
     if recipe.model.engine == "torch":
         attention = [each.probe for each in wrong if each.avoid == "attention"]
         wrong = [each for each in wrong if each.avoid != "attention"]
