@@ -167,6 +167,8 @@ class Forecast:
             gained=sum(o for _, o in self.facts.linears) if lora.dora and not full else 0,
             packed=self._packed(),
             accumulates=train.accumulate > 1,
+            math=self.recipe.model.attention == "math",
+            compile=train.compile,
         )
         return train_bytes(config, shape)
 

@@ -52,8 +52,9 @@ class TrainShape:
     adapter of `rank`, none in full fine-tuning; `gained` counts the outputs, in all layers, that
     DoRA rescales. `packed` is the group of 4-bit codes that linears are kept in, 0 for dense ones.
     `checkpointing` is the share of the layers that are computed again.
-    `accumulates` tells that gradients of an earlier micro-batch are there. `device` is where
-    PyTorch computes, empty for another engine.
+    `accumulates` tells that gradients of an earlier micro-batch are there. `math` is attention in
+    plain products; `compile` allows torch.compile. `device` is where PyTorch computes, empty for
+    another engine.
     """
 
     device: str
@@ -67,6 +68,8 @@ class TrainShape:
     gained: int = 0
     packed: int = 0
     accumulates: bool = False
+    math: bool = False
+    compile: bool = True
 
     @property
     def full(self) -> bool:
@@ -103,13 +106,14 @@ def plain_kept(shape: Shape, train: TrainShape) -> list[int]:
 def by_hand(shape: Shape, train: TrainShape) -> bool:
     """Whether layers run as engines/torch/layer.py."""
     family = family_of(shape)
-    plain = not (family.own or family.heads or train.gained or train.packed)
+    plain = not (family.own or family.heads or train.gained or train.packed or train.math)
     return train.device == "cuda" and plain and not train.full
 
 
 def compiled(shape: Shape, train: TrainShape) -> bool:
     """Whether layers run through torch.compile."""
-    return train.device == "cuda" and not by_hand(shape, train)
+    allowed = train.device == "cuda" and train.compile and not train.math
+    return allowed and not by_hand(shape, train)
 
 
 def _by_hand_kept(shape: Shape, train: TrainShape) -> list[int]:
@@ -155,13 +159,16 @@ def _rates(shape: Shape, family: Family) -> int:
 
 
 def _scores(shape: Shape, train: TrainShape) -> int:
-    """Bytes a token: PyTorch's attention on MPS keeps all weights once gradients are wanted.
+    """Bytes a token of attention that keeps a row of weights a head once gradients are wanted.
 
-    It computes in float32: a row of weights a head, scaled query, and key and value a query head.
+    PyTorch's on MPS computes in float32: weights, scaled query, and key and value a query head.
+    Plain products keep weights in float32 and in the model's dtype, the mask, and key and value a
+    query head in the place of their own.
     """
-    if train.device != "mps":
-        return 0
-    return 4 * (shape.num_heads * train.longest + 3 * _widths(shape)[0])
+    b, (q, k), weights = train.itemsize, _widths(shape), shape.num_heads * train.longest
+    if train.math:
+        return weights * (4 if b == 4 else 4 + b) + train.longest + 2 * b * (q - k)
+    return 4 * (weights + 3 * q) if train.device == "mps" else 0
 
 
 def frames(shape: Shape, train: TrainShape) -> list[tuple[int, int, int]]:

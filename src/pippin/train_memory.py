@@ -83,7 +83,7 @@ def train_bytes(shape: Shape, train: TrainShape) -> TrainBytes:
         masters=0 if train.full and b == 4 else 4 * t,
         moments=8 * t,
         gradients=4 * t,
-        at_start=_trial(shape, train, ends) if train.device == "cuda" else 0,
+        at_start=_trial(shape, train, ends),
         kept=kept + _casts(train) + early,
         at_loss=3 * ends + _loss(shape, train) + (4 * table + head if train.full else 0),
         in_backward=3 * ends + fresh + head + _backward(shape, train),
@@ -124,6 +124,8 @@ def _trial(shape: Shape, train: TrainShape, ends: int) -> int:
     The inputs of all layers, all that a plain layer without our norms keeps, its backward, results
     of both sides; a layer by hand stands beside the one that it replaces, no frame elsewhere yet.
     """
+    if not (by_hand(shape, train) or compiled(shape, train)):
+        return 0
     b, d, f = train.itemsize, shape.hidden_size, shape.intermediate_size
     plain = sum(plain_kept(shape, replace(train, device="")))
     if not family_of(shape).own:  # transformers' own norms and gate
@@ -142,7 +144,8 @@ def _backward(shape: Shape, train: TrainShape) -> int:
     if compiled(shape, train):
         return n * b * (2 * f + d)
     dense = 10 * memory.largest_linear(shape) if train.packed and train.device == "cpu" else 0
-    scores = 8 * shape.num_heads * train.longest**2 if train.device == "mps" else 0
+    plain = train.math or train.device == "mps"
+    scores = 8 * shape.num_heads * train.longest**2 if plain else 0
     return max(n * b * (3 * f + d), scores) + dense
 
 

@@ -1,5 +1,7 @@
 """The bytes that the plan says layers keep, against what autograd saves in a training step."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -37,9 +39,9 @@ def write_model(folder, kind):
     return folder
 
 
-def make_trainer(folder, method, dtype, lora):
+def make_trainer(folder, method, dtype, lora, attention="auto"):
     train = Train(method=method, row_tokens=TOKENS)
-    model = TorchEngine(torch.device("cpu")).load(folder, dtype)
+    model = TorchEngine(torch.device("cpu"), attention=attention).load(folder, dtype)
     if method == "full":
         return model.trainer(train, None, {}, 0)
     linears = adapted_linears(Checkpoint(folder), lora)
@@ -75,10 +77,14 @@ def saved_bytes(trainer):
     return sum(storage.nbytes() for storage in found.values())
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gemma3_text"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("method", ["lora", "full"])
-def test_layers_keep_what_a_training_saves(tmp_path, kind, dtype, method):
+MATH = [("llama", dtype, "lora", "math") for dtype in ("float32", "bfloat16")]
+FUSED = itertools.product(
+    ("llama", "qwen2", "qwen3", "gemma3_text"), ("float32", "bfloat16"), ("lora", "full"), ("auto",)
+)
+
+
+@pytest.mark.parametrize(("kind", "dtype", "method", "attention"), [*FUSED, *MATH])
+def test_layers_keep_what_a_training_saves(tmp_path, kind, dtype, method, attention):
     lora = Lora(rank=8)
     folder = write_model(tmp_path / kind, kind)
     linears = adapted_linears(Checkpoint(folder), lora) if method == "lora" else {}
@@ -92,11 +98,12 @@ def test_layers_keep_what_a_training_saves(tmp_path, kind, dtype, method):
         checkpointing=0.0,
         adapted=frozenset(n.rpartition(".")[2] for n in linears),
         rank=8,
+        math=attention == "math",
     )
     config = read_config(folder)
     forecast = train_bytes(config, shape).kept - 4 * trained  # gradients are not there yet
     angles, indices = 2 * 32 * shape.itemsize, 4 * 8
     # An adapter's first norm keeps nothing, as nothing below it is trained; the last one does.
     last = _norm_kept(config, shape) * 96 if method == "full" else 0
-    found = saved_bytes(make_trainer(folder, method, dtype, lora))
+    found = saved_bytes(make_trainer(folder, method, dtype, lora, attention))
     assert forecast + TOKENS * (last + angles + indices) == pytest.approx(found, rel=0.005)
