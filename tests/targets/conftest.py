@@ -7,6 +7,10 @@ from pathlib import Path
 import pytest
 from tests.targets.tiny_quantized import Choose, usual, write_folder, write_quantized
 
+from pippin.engines import Scorer
+from pippin.targets import Bundle, load_target
+
+CONTEXT = 64
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -20,6 +24,39 @@ def quantized(tmp_path: Path) -> Callable[..., Path]:
         return write_folder(folder, kind, choose)
 
     return make
+
+
+@pytest.fixture(scope="module")
+def deploy(request: pytest.FixtureRequest) -> Callable[[Path, Path], Path]:
+    """Makes the new folder a bundle for the TARGET of the test's module."""
+
+    def write(quantized: Path, folder: Path) -> Path:
+        folder.mkdir()
+        bundle = Bundle(quantized=quantized, folder=folder, context=CONTEXT)
+        list(load_target(request.module.TARGET).write(bundle))
+        return folder
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A quantized folder that the tests of a module share."""
+    return write_folder(tmp_path_factory.mktemp("quantized"))
+
+
+@pytest.fixture(scope="module")
+def bundle(
+    deploy: Callable[[Path, Path], Path], source: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """Its bundle for the module's TARGET."""
+    return deploy(source, tmp_path_factory.mktemp("b") / "bundle")
+
+
+@pytest.fixture(scope="module")
+def model(request: pytest.FixtureRequest, bundle: Path) -> Scorer:
+    """The bundle, loaded."""
+    return load_target(request.module.TARGET).load(bundle)
 
 
 @pytest.fixture(scope="session")

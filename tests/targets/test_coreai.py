@@ -11,7 +11,7 @@ from pippin.engines import Sampling
 from pippin.errors import ModelError, PippinError
 from pippin.quantizers import Grid
 from pippin.recipe import Quantize
-from pippin.targets import Bundle, load_target
+from pippin.targets import load_target
 from pippin.targets.agreement import compare, load_parent, require
 
 torch = pytest.importorskip("torch")
@@ -22,31 +22,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
-CONTEXT = 64
+TARGET, CONTEXT = "coreai", 64
 SLOW_KINDS = ("gemma2", "llama3_rope", "mistral", "odd_heads", "openllama", "untied")
 PROMPT = np.array([5, 6, 7, 250, 9], np.int32)
-
-
-def deploy(quantized, folder):
-    folder.mkdir()
-    bundle = Bundle(quantized=quantized, folder=folder, context=CONTEXT)
-    list(load_target("coreai").write(bundle))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    return write_folder(tmp_path_factory.mktemp("quantized"))
-
-
-@pytest.fixture(scope="module")
-def bundle(source, tmp_path_factory):
-    return deploy(source, tmp_path_factory.mktemp("b") / "bundle")
-
-
-@pytest.fixture(scope="module")
-def model(bundle):
-    return load_target("coreai").load(bundle)
 
 
 def test_the_file_computes_what_torch_does(model, source):
@@ -82,10 +60,10 @@ def test_the_bundle_describes_itself(bundle):
 
 
 def test_codes_are_stored_once_and_packed(bundle, source):
-    """Both functions and the tied head share one copy: less than 5/4 of the folder's tensors."""
+    """Embedding and tied head share one copy: less than 5/4 of the folder's tensors."""
     folder = (source / "model.safetensors").stat().st_size
     found = json.loads((bundle / "deploy.json").read_text())["size_bytes"]
-    assert found < 1.25 * folder + 400_000  # the two programs
+    assert found < 1.25 * folder + 400_000  # the program
 
 
 def test_another_model_s_figures_are_refused(model, tmp_path):
@@ -104,7 +82,7 @@ def test_another_model_s_figures_are_refused(model, tmp_path):
         *(pytest.param(kind, LINEAR, marks=pytest.mark.slow) for kind in SLOW_KINDS),
     ],
 )
-def test_other_families_and_grids(quantized, tmp_path, kind, grid):
+def test_other_families_and_grids(deploy, quantized, tmp_path, kind, grid):
     bundle = deploy(quantized(kind, lambda module: grid), tmp_path / "made")
     assert json.loads((bundle / "deploy.json").read_text())["check"]["mean_kl"] < 1e-6
 
@@ -114,11 +92,11 @@ def test_an_altered_file_is_refused(bundle, tmp_path):
     inside = next(path for path in sorted((copy / "model.aimodel").rglob("*")) if path.is_file())
     inside.write_bytes(inside.read_bytes() + b"x")
     with pytest.raises(ModelError, match=r"is not the file that was deployed"):
-        load_target("coreai").load(copy)
+        load_target(TARGET).load(copy)
 
 
 def test_models_that_are_not_built_are_refused(quantized):
     folder = quantized("llama", lambda module: LINEAR)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "mamba2"}))
-    assert "model type mamba2" in load_target("coreai").refusal(Quantize(), folder)[0]
+    assert "model type mamba2" in load_target(TARGET).refusal(Quantize(), folder)[0]

@@ -24,31 +24,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
-CONTEXT = 64
+TARGET, CONTEXT = "coreml", 64
 SLOW_KINDS = ("gemma2", "llama3_rope", "mistral", "odd_heads", "openllama", "qwen2", "untied")
 PROMPT = np.array([5, 6, 7, 250, 9], np.int32)
-
-
-def deploy(quantized, folder):
-    folder.mkdir()
-    bundle = Bundle(quantized=quantized, folder=folder, context=CONTEXT)
-    list(load_target("coreml").write(bundle))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    return write_folder(tmp_path_factory.mktemp("quantized"))
-
-
-@pytest.fixture(scope="module")
-def bundle(source, tmp_path_factory):
-    return deploy(source, tmp_path_factory.mktemp("b") / "bundle")
-
-
-@pytest.fixture(scope="module")
-def model(bundle):
-    return load_target("coreml").load(bundle)
 
 
 def test_the_program_computes_what_torch_does(model, source):
@@ -107,7 +85,7 @@ def test_what_overflows_is_named_and_computed_in_float32(quantized, tmp_path):
     save_file(tensors, path, metadata={"format": "pt"})
     (tmp_path / "made").mkdir()
     bundle = Bundle(quantized=folder, folder=tmp_path / "made", context=CONTEXT)
-    events = list(load_target("coreml").write(bundle))
+    events = list(load_target(TARGET).write(bundle))
     said = [event.text for event in events if isinstance(event, Notice)]
     assert any("float16 does not hold" in text for text in said), said
     found = json.loads((tmp_path / "made" / "deploy.json").read_text())
@@ -119,7 +97,7 @@ def test_what_overflows_is_named_and_computed_in_float32(quantized, tmp_path):
     "kind",
     ["qwen3", "gemma3_short"] + [pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW_KINDS],
 )
-def test_other_families(quantized, tmp_path, kind):
+def test_other_families(deploy, quantized, tmp_path, kind):
     bundle = deploy(quantized(kind, lambda module: LINEAR), tmp_path / "made")
     assert json.loads((bundle / "deploy.json").read_text())["check"]["mean_kl"] < 1e-3
 
@@ -133,7 +111,7 @@ def test_other_weights_are_found(model, tmp_path):
         _require_stored(model, Folder(other), DenseView(other))
 
 
-def test_codes_that_do_not_fit_are_an_error(quantized, tmp_path):
+def test_codes_that_do_not_fit_are_an_error(deploy, quantized, tmp_path):
     folder = quantized("llama", lambda module: Grid(bits=4, group_size=32, symmetric=False))
     with pytest.raises(ModelError, match="4-bit affine codes, Core ML holds symmetric"):
         deploy(folder, tmp_path / "made")
@@ -153,5 +131,5 @@ GOOD = Quantize(scheme="symmetric", embed_scheme="symmetric")
     ],
 )
 def test_codes_are_asked_about_before_any_work(quantized, changes, message):
-    refusal = load_target("coreml").refusal(replace(GOOD, **changes), quantized())
+    refusal = load_target(TARGET).refusal(replace(GOOD, **changes), quantized())
     assert refusal is None if message is None else message in refusal[0]

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tests.targets.tiny_quantized import CHANNEL, write_folder
+from tests.targets.tiny_quantized import CHANNEL
 
 from pippin.errors import ModelError, PippinError
 from pippin.quantizers import Grid
 from pippin.recipe import Quantize
-from pippin.targets import Bundle, load_target
+from pippin.targets import load_target
 
 pytest.importorskip("executorch")
 pytestmark = [
@@ -18,24 +18,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
-CONTEXT = 64
-
-
-def deploy(quantized, folder):
-    folder.mkdir()
-    bundle = Bundle(quantized=quantized, folder=folder, context=CONTEXT)
-    list(load_target("executorch-mlx").write(bundle))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    return write_folder(tmp_path_factory.mktemp("quantized"))
-
-
-@pytest.fixture(scope="module")
-def bundle(source, tmp_path_factory):
-    return deploy(source, tmp_path_factory.mktemp("b") / "bundle")
+TARGET, CONTEXT = "executorch-mlx", 64
 
 
 def test_the_whole_program_is_one_piece(bundle):
@@ -63,7 +46,7 @@ def test_a_tied_embedding_is_stored_once(bundle):
 def test_a_changed_instruction_is_seen(bundle, source):
     from pippin.targets.agreement import compare, load_parent
 
-    model = load_target("executorch-mlx").load(bundle)
+    model = load_target(TARGET).load(bundle)
     chain = model._graph["instruction_chains"][model._graph["main_chain_idx"]]
     last = [one for one in chain["instructions"] if one["op_name"] == "SdpaNode"][-1]
     last["scale"] *= 1.1
@@ -72,7 +55,7 @@ def test_a_changed_instruction_is_seen(bundle, source):
 
 
 def test_a_row_may_fill_the_context(bundle):
-    model = load_target("executorch-mlx").load(bundle)
+    model = load_target(TARGET).load(bundle)
     row = np.arange(CONTEXT, dtype=np.int32)
     np.testing.assert_allclose(
         model.last_logits(row, 0), model.logits(row)[-1], atol=1e-4, rtol=1e-4
@@ -83,14 +66,14 @@ def test_a_row_may_fill_the_context(bundle):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "odd_heads", "untied", "llama3_rope"])
-def test_other_families(quantized, tmp_path, kind):
+def test_other_families(deploy, quantized, tmp_path, kind):
     found = json.loads((deploy(quantized(kind), tmp_path / "bundle") / "deploy.json").read_text())
     assert found["check"]["max_difference"] < 1e-3
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", [2, 5, 6])
-def test_other_widths_and_dense_layers(quantized, tmp_path, bits):
+def test_other_widths_and_dense_layers(deploy, quantized, tmp_path, bits):
     grid = Grid(bits=bits, group_size=32, symmetric=True)
     kept = {"model.layers.0.mlp.up_proj": None, "model.embed_tokens": CHANNEL}
     folder = quantized("llama", lambda module: kept.get(module, grid))
@@ -100,7 +83,7 @@ def test_other_widths_and_dense_layers(quantized, tmp_path, bits):
 
 def test_codes_that_do_not_fit_are_refused_before_any_work(source):
     good = Quantize(bits=6, group_size=64, scheme="symmetric", embed_scheme="symmetric")
-    target = load_target("executorch-mlx")
+    target = load_target(TARGET)
     assert target.refusal(good, source) is None
     for change, words in (
         ({"scheme": "affine"}, "linears have symmetric codes"),
@@ -110,7 +93,7 @@ def test_codes_that_do_not_fit_are_refused_before_any_work(source):
         assert words in target.refusal(replace(good, **change), source)[0]
 
 
-def test_affine_codes_in_a_folder_are_an_error(quantized, tmp_path):
+def test_affine_codes_in_a_folder_are_an_error(deploy, quantized, tmp_path):
     grid = Grid(bits=4, group_size=32, symmetric=False)
     with pytest.raises(ModelError, match="affine codes of 4 bits"):
         deploy(quantized("llama", lambda module: grid), tmp_path / "bundle")
