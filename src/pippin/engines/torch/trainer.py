@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from pippin.data.batches import Batch
 from pippin.engines import StepResult, Weights
+from pippin.engines.books import scored_tokens, seed_of
 from pippin.engines.torch.body import find_head, hidden_states
 from pippin.engines.torch.by_hand import replace_layers
 from pippin.engines.torch.compiled import compile_layers, wake_autograd
@@ -79,8 +80,7 @@ class TorchTrainer:
 
         On CUDA the next update's batches are moved while the device works on this one.
         """
-        tokens = sum(batch.scored_tokens for batch in batches)
-        assert tokens > 0, "a step needs a scored token"
+        tokens = scored_tokens(batches)
         if not self.network.training:
             self.network.train()
         with _seeded(self.seed, self.steps, self.network.device):
@@ -255,9 +255,8 @@ def _seeded(seed: int, step: int, device: torch.device) -> Generator[None]:
 
     Dropout masks thus need no state of their own, and checkpointed layers draw them again.
     """
-    value = np.random.SeedSequence((seed, step)).generate_state(1, np.uint64)[0]
     gpu = device.type != "cpu"
     kind = device.type if gpu else "cuda"
     with torch.random.fork_rng([device.index or 0] if gpu else [], device_type=kind):
-        torch.manual_seed(int(value))
+        torch.manual_seed(seed_of(seed, step))
         yield
