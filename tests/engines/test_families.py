@@ -28,6 +28,7 @@ def test_every_engine_has_llama(engine, tmp_path):
     [
         ("jax", "gpt2", "the engine jax has no decoder for gpt2"),
         ("mlx", "bloom", "mlx-lm has no model for bloom"),
+        ("mlx", "next.1", "mlx-lm has no model for next.1"),
         ("torch", "vit", "transformers has no causal language model for vit"),
     ],
 )

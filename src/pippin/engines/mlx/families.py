@@ -1,6 +1,5 @@
 """Whether mlx-lm has a model's architecture; nothing is loaded to tell."""
 
-from importlib.util import find_spec
 from pathlib import Path
 
 from pippin.errors import Refusal
@@ -9,10 +8,11 @@ from pippin.model.config import read_raw
 
 def refusal(folder: Path) -> Refusal | None:
     """Why it does not, as (message, hint)."""
+    from mlx_lm import models
     from mlx_lm.utils import MODEL_REMAPPING
 
     family = read_raw(folder).get("model_type", "")
-    if find_spec(f"mlx_lm.models.{MODEL_REMAPPING.get(family, family)}"):
+    if Path(models.__path__[0], f"{MODEL_REMAPPING.get(family, family)}.py").is_file():
         return None
     return (
         f"{folder}: mlx-lm has no model for {family or 'this config'}",
