@@ -27,7 +27,11 @@ _NARROWED = "_cast_fp16"
 
 
 class PackageModel(SteppingModel):
-    """A deployed file as a Scorer."""
+    """A deployed file as a Scorer.
+
+    Raises ModelError for a value that no float16 holds, but where it is `tolerant`: then such
+    values go on as they are, and `overflowed` has the largest by operator.
+    """
 
     slow = True
 
@@ -43,7 +47,7 @@ class PackageModel(SteppingModel):
         (self._function,) = program.functions.values()
         self._inputs = [given.name for given in spec.description.input]
         self._constants = dict(self._read_constants())
-        # Operators whose results no float16 holds, and the largest one seen.
+        self.tolerant = False
         self.overflowed: dict[str, float] = {}
         self._states = {
             state.name: np.zeros(state.type.stateType.arrayType.shape, np.float32)
@@ -119,8 +123,13 @@ class PackageModel(SteppingModel):
         if output.dtype != types.fp16:
             return value
         largest = float(np.abs(value).max(initial=0))
-        if largest > _LARGEST:  # as it is, so that what follows shows its own faults alone
+        if largest > _LARGEST:
             name = output.op.name.removesuffix(_NARROWED)
+            if not self.tolerant:
+                raise ModelError(
+                    f"float16 does not hold the values of {name}, up to {largest:.3g}",
+                    "deploy this model to another target",
+                )
             self.overflowed[name] = max(largest, self.overflowed.get(name, 0.0))
             return value
         return value.astype(np.float16).astype(np.float32)
