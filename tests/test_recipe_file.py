@@ -106,6 +106,12 @@ FAULTS = [
         "17: train.recomputed_layers: is a share of what gradient_checkpointing recomputes",
         "train.gradient_checkpointing",
     ),
+    (
+        "steps = 10",
+        'method = "full"\n[quantize]\none_pass = true',
+        "19: quantize.one_pass: full fine-tuning has no adapter",
+        "leave it out",
+    ),
 ]
 
 

@@ -239,8 +239,8 @@ class Evaluate:
     prompt_tokens: int = key(48, "longest answer to a prompt")
     slow_seconds: int = key(
         60,
-        "what the rows and answers of a coreai or coreml file may take: their runtimes are slow "
-        "here, and get as many as fit",
+        "what the rows and answers of a coreai, coreml or executorch-coreml file may take: their "
+        "runtimes are slow here, and get as many as fit",
     )
 
 

@@ -152,6 +152,12 @@ def _training(recipe: Recipe) -> Iterator[Contradiction]:
             f"the engine {recipe.model.engine} recomputes all layers or none",
             'leave it out, or set model.engine = "torch"',
         )
+    if train.method == "full" and recipe.quantize.one_pass:
+        yield (
+            ("quantize", "one_pass"),
+            "full fine-tuning has no adapter to merge",
+            "leave it out, or set train.method = lora",
+        )
     if train.patience and not train.valid_every:
         yield (
             ("train", "patience"),
