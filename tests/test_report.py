@@ -276,6 +276,9 @@ def test_the_place_on_a_budget_s_curve_is_drawn(tmp_path):
     assert section
     assert "chosen <b>0.05</b>" in section[0]
     assert section[0].count("<circle") == 3  # neither far away nor for nothing
+    budget["expected_kl"] = 0.0  # every linear as it was
+    (run / "quantize" / "quantize.json").write_text(json.dumps({"budget": budget}))
+    assert "chosen <b>0</b>" in read_page(run)[0]
 
 
 def test_ticks_are_round_and_inside():

@@ -58,7 +58,10 @@ def _deployed(subject: str) -> _HandOff:
 
 
 def verdicts(scores: dict[str, Scores], gates: Gates, merges: bool) -> list[Verdict]:
-    """A verdict for every hand-off of a run; `scores` by subject. `merges`: a model is made of both."""
+    """A verdict for every hand-off of a run; `scores` by subject.
+
+    `merges` says that the adapter and its base become a model of their own.
+    """
     deployed = [name for name in scores if name.startswith("deployed")] or ["deployed"]
     merged = [MERGED] if merges else []
     hand_offs = [*merged, QUANTIZED, *(_deployed(name) for name in deployed)]
