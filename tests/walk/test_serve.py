@@ -135,6 +135,7 @@ def test_a_web_page_of_elsewhere_gets_nothing(server):
     body = json.dumps({"messages": HI}).encode()
     assert server.raw(body, content_type="text/plain")[0] == 400
     assert server.raw(body, content_type="application/json", host="elsewhere.example")[0] == 400
+    assert server.raw(body, content_type="application/json", host="[::1]:80")[0] == 200
 
 
 def test_a_port_in_use_is_told_before_the_model_is_loaded(pippin, tmp_path):
