@@ -224,6 +224,12 @@ def test_a_quantized_base_is_offered_where_it_saves_memory(recipe):
         assert bool(found) is offered
 
 
+def test_a_family_that_cannot_be_read_in_turn_is_calibrated_whole(recipe):
+    forecast = forecast_of(change(recipe, quantize={"method": "gptq", "sequential": True}))
+    other = replace(forecast.facts, config=replace(forecast.facts.config, model_type="phi3"))
+    assert replace(forecast, facts=other).quantize().memory > forecast.quantize().memory
+
+
 def test_no_room_at_all(recipe):
     plan = make_plan(recipe, replace(MACHINE, memory_available=1_000_000))
     assert any("smaller model" in hint for _, hint in plan.refusals)

@@ -8,6 +8,8 @@ n tokens computed at once, b bytes of an element.
 from collections.abc import Iterable
 from typing import Protocol
 
+# Families whose layers PyTorch calibrates in turn: each is called with what the one before it gave.
+LAYERED = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 LOSS_CHUNK = 2**26  # float32 logits that exist at once, whatever the length of the batch
 MOMENTS = 2 << 30  # float32 sums X^T X that exist at once: a model with more is read again

@@ -25,12 +25,11 @@ from pippin.engines.torch.load import empty_network, read_tensor
 from pippin.engines.torch.loss import head_loss
 from pippin.engines.torch.moments import Collector
 from pippin.engines.torch.rows import Rows, padded_rows
+from pippin.memory import LAYERED
 from pippin.model import names
 from pippin.model.weights import Tensors
 
 Moments: TypeAlias = dict[str, NDArray[np.float32]]
-# Families whose layers are called one after the other, each with what the one before it gave.
-MODEL_TYPES = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")
 
 
 @dataclass(kw_only=True)
@@ -245,7 +244,7 @@ def load_layered(
 ) -> LayeredModel | None:
     """None where the network cannot be taken apart: another family, or other names of tensors."""
     network = empty_network(weights.folder, dtype)
-    if network is None or network.config.get_text_config().model_type not in MODEL_TYPES:
+    if network is None or network.config.get_text_config().model_type not in LAYERED:
         return None
     own, stored = dict(network.named_parameters()), weights.tensors
     tied = bool(network.config.tie_word_embeddings)
