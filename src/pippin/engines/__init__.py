@@ -106,7 +106,8 @@ class Trainer(Protocol):
     def weights(self) -> Weights:
         """The trainable tensors, copied to the host in float32, under checkpoint names.
 
-        A LoRA pair is `<linear>.lora_A.weight` (R, I) and `<linear>.lora_B.weight` (O, R).
+        A LoRA pair is `<linear>.lora_A.weight` (R, I) and `<linear>.lora_B.weight` (O, R); DoRA
+        adds `<linear>.lora_magnitude_vector` (O,).
         """
         ...
 

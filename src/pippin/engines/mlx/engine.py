@@ -135,7 +135,8 @@ class MlxModel:
         """A trainer that takes this model over. `lora` None trains every weight.
 
         `weights` is the first adapter: `<linear>.lora_A.weight` (R, I), `<linear>.lora_B.weight`
-        (O, R). Raises ModelError where it does not fit the model.
+        (O, R), DoRA's `<linear>.lora_magnitude_vector` (O,). Raises ModelError where it does not
+        fit the model.
         """
         if lora is None:
             places = full_places(self.network, self.checkpoint)

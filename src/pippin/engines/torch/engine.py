@@ -153,7 +153,8 @@ class TorchModel:
         """A trainer that takes this model over. `lora` None trains every weight.
 
         `weights` is the first adapter: `<linear>.lora_A.weight` (R, I), `<linear>.lora_B.weight`
-        (O, R). Raises ModelError where it does not fit the model.
+        (O, R), DoRA's `<linear>.lora_magnitude_vector` (O,). Raises ModelError where it does not
+        fit the model.
         """
         if lora is None:
             trainable = full_parameters(self.network, self.checkpoint)
