@@ -224,10 +224,15 @@ def test_a_quantized_base_is_offered_where_it_saves_memory(recipe):
         assert bool(found) is offered
 
 
-def test_a_family_that_cannot_be_read_in_turn_is_calibrated_whole(recipe):
+@pytest.mark.parametrize(("family", "grows"), [("llama", False), ("phi3", True)])
+def test_a_family_that_cannot_be_read_in_turn_is_calibrated_whole(recipe, family, grows):
     forecast = forecast_of(change(recipe, quantize={"method": "gptq", "sequential": True}))
-    other = replace(forecast.facts, config=replace(forecast.facts.config, model_type="phi3"))
-    assert replace(forecast, facts=other).quantize().memory > forecast.quantize().memory
+    needs = []
+    for layers in (30, 60):
+        config = replace(forecast.facts.config, model_type=family, num_layers=layers)
+        facts = replace(forecast.facts, config=config)
+        needs.append(replace(forecast, facts=facts).quantize().memory)
+    assert (needs[1] > needs[0]) is grows
 
 
 def test_no_room_at_all(recipe):
