@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from pippin.engines.torch.trainer import checkpoint_activations
 from pippin.errors import ModelError, UsageError
 from pippin.recipe import Lora, Train
 
@@ -109,6 +110,13 @@ def test_checkpointing_changes_memory_not_numbers(start, samples, pack, lora):
     assert [m.gradient_checkpointing for m in half.network.model.layers] == [True, False]
     wanted = plain.step(batch, 1e-2)
     assert wanted == recomputed.step(batch, 1e-2) == half.step(batch, 1e-2)
+
+
+def test_a_share_of_layers_that_are_in_no_list_is_refused(start):
+    network = start().network
+    network.config.num_hidden_layers = 7  # in no list of so many
+    with pytest.raises(ModelError, match="no list of decoder layers"):
+        checkpoint_activations(network, 0.5)
 
 
 def test_the_frozen_weights_are_never_touched(start, samples, pack):
