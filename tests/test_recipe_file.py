@@ -101,6 +101,12 @@ FAULTS = [
         "torch",
     ),
     (
+        "[data]",
+        'engine = "mlx"\n[quantize]\nmethod = "best"\nrecover_tokens = 9\n[data]',
+        "9: quantize.recover_tokens: the engine mlx tunes no scales",
+        "torch",
+    ),
+    (
         "steps = 10",
         "recomputed_layers = 0.5",
         "17: train.recomputed_layers: is a share of what gradient_checkpointing recomputes",

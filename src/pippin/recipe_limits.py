@@ -103,15 +103,27 @@ def limit(path: tuple[str, ...]) -> Range | None:
 
 def contradictions(recipe: Recipe) -> Iterator[Contradiction]:
     """Keys that cannot both be meant."""
-    if recipe.model.attention == "math" and recipe.model.engine != "torch":
-        yield (
-            ("model", "attention"),
-            f"the engine {recipe.model.engine} has one way to compute it",
-            'leave it out, or set model.engine = "torch"',
-        )
+    yield from _engine(recipe)
     yield from _training(recipe)
     yield from _quantizing(recipe.quantize)
     yield from _budgets(recipe.quantize)
+
+
+def _engine(recipe: Recipe) -> Iterator[Contradiction]:
+    """What PyTorch alone does; the others would refuse it when its turn comes."""
+    asked = {
+        ("model", "attention"): (recipe.model.attention == "math", "has one way to compute it"),
+        ("train", "recomputed_layers"): (
+            recipe.train.recomputed_layers < 1,
+            "recomputes all layers or none",
+        ),
+        ("quantize", "recover_tokens"): (recipe.quantize.recover_tokens > 0, "tunes no scales"),
+        ("quantize", "sequential"): (recipe.quantize.sequential, "takes no model apart by layers"),
+    }
+    for key, (is_asked, does) in asked.items():
+        if is_asked and recipe.model.engine != "torch":
+            hint = 'leave it out, or set model.engine = "torch"'
+            yield key, f"the engine {recipe.model.engine} {does}", hint
 
 
 def _training(recipe: Recipe) -> Iterator[Contradiction]:
@@ -145,12 +157,6 @@ def _training(recipe: Recipe) -> Iterator[Contradiction]:
             ("train", "recomputed_layers"),
             "is a share of what gradient_checkpointing recomputes, which is off",
             "set train.gradient_checkpointing = true",
-        )
-    if train.recomputed_layers < 1 and recipe.model.engine != "torch":
-        yield (
-            ("train", "recomputed_layers"),
-            f"the engine {recipe.model.engine} recomputes all layers or none",
-            'leave it out, or set model.engine = "torch"',
         )
     if train.method == "full" and recipe.quantize.one_pass:
         yield (
