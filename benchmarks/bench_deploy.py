@@ -69,21 +69,22 @@ def main() -> None:
 def measure(target: str, quantized: Path, folder: Path) -> list[common.Row]:
     """Seconds, memory, megabytes and tokens a second of one target."""
     folder.mkdir()
+    name = NAMES.get(target, target)
     # A process of its own: its peak is this export's.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         made = pool.submit(make, target, quantized, folder).result()
     size, notes = bundle_bytes(folder) / 1e6, {"cpu": made.cpu, "written": made.written}
     rows = [
-        _row(f"export-{NAMES.get(target, target)}-seconds", made.wall, "s", notes=notes),
-        _row(f"export-{NAMES.get(target, target)}-memory", made.peak / 1e9, "GB"),
-        _row(f"export-{NAMES.get(target, target)}-megabytes", size, "MB"),
+        _row(f"export-{name}-seconds", made.wall, "s", notes=notes),
+        _row(f"export-{name}-memory", made.peak / 1e9, "GB"),
+        _row(f"export-{name}-megabytes", size, "MB"),
     ]
     if target in ELSEWHERE:
         return rows
     start = time.perf_counter()
     scorer = load_target(target).load(folder)
     loaded = time.perf_counter() - start
-    rows.append(_row(f"load-{NAMES.get(target, target)}-seconds", loaded, "s"))
+    rows.append(_row(f"load-{name}-seconds", loaded, "s"))
     return [*rows, _decode(target, scorer, quantized)]
 
 

@@ -25,7 +25,7 @@ QUANTIZERS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Needs:
-    """What a method reads of a linear's inputs, besides their Hessian.
+    """What a method asks for that rounds under the Hessian of a linear's inputs.
 
     `without` rounds a tensor whose inputs nobody saw. `scaled`: inputs are scaled beforehand, see
     stages/folding.py. `by_loss`: a token may weigh what it does to the predictions.
