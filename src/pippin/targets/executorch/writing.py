@@ -1,7 +1,7 @@
 """Quantized folder to bundle: export, lower, write, describe, and prove what was written."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -69,27 +69,29 @@ def write(bundle: Bundle) -> Iterator[Event]:
         yield notice("executorch", TWICE)
     copy_side_files(bundle)
     yield progress(3, started)
-    stored = require_stored(bundle.folder / PROGRAM, weights)
+    said = {
+        "runtime": RUNTIME,
+        "backend": BACKEND,
+        "delegation": asdict(delegation),
+        "shared_bytes": shared,
+    }
+    said |= yield from _checked(bundle, tokenizer, weights)
+    files = {PROGRAM: "weights and program"}
+    finish(bundle, describe(bundle, "executorch", tokenizer, files) | said, guide)
+    yield progress(4, started)
+
+
+def _checked(
+    bundle: Bundle, tokenizer: Tokenizer, weights: Weights
+) -> Generator[Event, None, dict[str, Any]]:
+    """What deploy.json says of the stored codes and of the program's figures, both in order."""
+    path, context = bundle.folder / PROGRAM, weights.shape.context
+    stored = require_stored(path, weights)
     prompts, left_out = gate_prompts(tokenizer, context, None if bundle.full_gate else FEWER)
     yield from (notice("executorch", text) for text in left_out)
-    model = PteModel(bundle.folder / PROGRAM, context)
-    figures = check.check(model, weights, prompts)
-    yield Metric(stage="deploy", step=0, values={k: float(v) for k, v in asdict(figures).items()})
-    description = describe(bundle, "executorch", tokenizer, {PROGRAM: "weights and program"})
-    finish(
-        bundle,
-        description
-        | {
-            "runtime": RUNTIME,
-            "backend": BACKEND,
-            "delegation": asdict(delegation),
-            "check": asdict(figures),
-            "stored": stored,
-            "shared_bytes": shared,
-        },
-        guide,
-    )
-    yield progress(4, started)
+    figures = asdict(check.check(PteModel(path, context), weights, prompts))
+    yield Metric(stage="deploy", step=0, values={k: float(v) for k, v in figures.items()})
+    return {"stored": stored, "check": figures}
 
 
 def load(folder: Path) -> PteModel:
