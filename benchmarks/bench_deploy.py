@@ -25,7 +25,7 @@ from pippin.engines import Sampling, Scorer
 from pippin.events import Progress
 from pippin.job import Job
 from pippin.model.tokenizer import load_tokenizer
-from pippin.recipe import ELSEWHERE
+from pippin.recipe import DEVICE_ONLY
 from pippin.stages.fetch import fetch
 from pippin.stages.quantize import quantize
 from pippin.stages.shipped import bundle_bytes
@@ -79,7 +79,7 @@ def measure(target: str, quantized: Path, folder: Path) -> list[common.Row]:
         _row(f"export-{name}-memory", made.peak / 1e9, "GB"),
         _row(f"export-{name}-megabytes", size, "MB"),
     ]
-    if target in ELSEWHERE:
+    if target in DEVICE_ONLY:
         return rows
     start = time.perf_counter()
     scorer = load_target(target).load(folder)

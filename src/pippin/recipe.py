@@ -34,7 +34,7 @@ TargetName: TypeAlias = Literal[
     "mlx",
 ]
 # Those whose files nothing on a desk runs: they are checked as they are made, and not evaluated.
-ELSEWHERE = ("executorch-vulkan",)
+DEVICE_ONLY = ("executorch-vulkan",)
 
 # What bits are shared out under: at most one of these keys of [quantize].
 BUDGETS = ("target_bits", "max_size", "max_kl")

@@ -108,7 +108,6 @@ class Walk:
                     f"{step.name} needs {missing.folder}, which is not there",
                     f"`pippin {missing.stage} RECIPE` first, or `pippin run RECIPE` for all of it",
                 )
-
         if len(failed) == 1:
             raise failed[0]
         replace(

@@ -7,7 +7,7 @@ from typing import Any
 
 from pippin.model.source import locate, locate_adapter
 from pippin.quantizers import CALIBRATED
-from pippin.recipe import BUDGETS, ELSEWHERE, TABLES, Recipe
+from pippin.recipe import BUDGETS, DEVICE_ONLY, TABLES, Recipe
 
 # Keys that never change what a stage makes: how often work is saved, how memory is spared, when to
 # give up. Changing them must not throw a finished training away. Gates are in no slice at all: they
@@ -211,6 +211,6 @@ def _deploy(recipe: Recipe, run: Path, target: str) -> Iterator[Step]:
         },
         subject=target,
     )
-    if target not in ELSEWHERE:
+    if target not in DEVICE_ONLY:
         inputs = {"bundle": folder, **_parent(run, "quantized")}
         yield _evaluate(recipe, run, f"deployed-{target}", inputs)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pippin import artifact
 from pippin.errors import ModelError
-from pippin.recipe import ELSEWHERE
+from pippin.recipe import DEVICE_ONLY
 from pippin.stages.loading import DEPLOY_FILE
 
 ADAPTER_FILE = "adapter_config.json"
@@ -63,7 +63,7 @@ def _newest(run: Path, base: Path | None, adapter: Path | None) -> Found:
 
 def _furthest_first(run: Path, adapter: Path | None) -> Iterator[tuple[str, Path]]:
     for bundle in sorted(run.glob("deploy-*")):
-        if bundle.name.removeprefix("deploy-") not in ELSEWHERE:
+        if bundle.name.removeprefix("deploy-") not in DEVICE_ONLY:
             yield "deployed model", bundle
     yield "quantized model", run / "quantize"
     yield "merged model", run / "merge"
