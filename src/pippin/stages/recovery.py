@@ -49,7 +49,7 @@ def recover(calibration: Calibration, batches: list[Batch], folder: Path) -> dic
             file.seek(info.start)
             file.write(tensor.tobytes())
     return {
-        "updates": len(batches),
+        "batches": len(batches),
         "held_out_tokens": found.tokens,
         "kl_before": found.before,
         "kl_after": found.after,
