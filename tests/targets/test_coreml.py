@@ -93,6 +93,14 @@ def test_what_overflows_is_named_and_computed_in_float32(quantized, tmp_path):
     assert found["float32"]
 
 
+def test_what_overflows_later_is_an_error(bundle):
+    model = load_target(TARGET).load(bundle)
+    for matrix in model.matrices():
+        matrix[:] = 1e6
+    with pytest.raises(ModelError, match="float16 does not hold the values of"):
+        model.last_logits(PROMPT, 0)
+
+
 @pytest.mark.parametrize(
     "kind",
     ["qwen3", "gemma3_short"] + [pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW_KINDS],
