@@ -107,6 +107,12 @@ FAULTS = [
         "torch",
     ),
     (
+        "[data]",
+        'engine = "jax"\n[quantize]\nmethod = "best"\nmax_kl = 0.1\n[data]',
+        "9: quantize.max_kl: the engine jax has no gradients of inputs",
+        "torch",
+    ),
+    (
         "steps = 10",
         "recomputed_layers = 0.5",
         "17: train.recomputed_layers: is a share of what gradient_checkpointing recomputes",

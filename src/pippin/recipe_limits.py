@@ -110,7 +110,11 @@ def contradictions(recipe: Recipe) -> Iterator[Contradiction]:
 
 
 def _engine(recipe: Recipe) -> Iterator[Contradiction]:
-    """What PyTorch alone does; the others would refuse it when its turn comes."""
+    """What some engines lack, and would refuse only when its turn comes."""
+    engine, budget = recipe.model.engine, recipe.quantize.budget
+    hint = 'leave it out, or set model.engine = "torch"'
+    if engine == "jax" and budget:
+        yield ("quantize", budget), "the engine jax has no gradients of inputs", hint
     asked = {
         ("model", "attention"): (recipe.model.attention == "math", "has one way to compute it"),
         ("train", "recomputed_layers"): (
@@ -121,9 +125,8 @@ def _engine(recipe: Recipe) -> Iterator[Contradiction]:
         ("quantize", "sequential"): (recipe.quantize.sequential, "takes no model apart by layers"),
     }
     for key, (is_asked, does) in asked.items():
-        if is_asked and recipe.model.engine != "torch":
-            hint = 'leave it out, or set model.engine = "torch"'
-            yield key, f"the engine {recipe.model.engine} {does}", hint
+        if is_asked and engine != "torch":
+            yield key, f"the engine {engine} {does}", hint
 
 
 def _training(recipe: Recipe) -> Iterator[Contradiction]:
