@@ -24,6 +24,7 @@ EVENTS = [
     Finished(stage="merge", folder="runs/sql/merge", summary={}, skipped=True),
 ]
 ROW = {
+    "rows": "1000",
     "loss": "0.412",
     "perplexity": "1.51",
     "kl": "0.0001",
@@ -168,7 +169,7 @@ def test_summary_fits_and_shows_every_figure(width):
     assert max(map(len, lines)) <= width
     assert "…" not in text()
     (line,) = (line for line in lines if line.strip().startswith("deployed"))
-    for key in ("loss", "kl", "top1", "exact_match", "gain_kept", "size_bytes", "gates"):
+    for key in ("rows", "loss", "kl", "top1", "exact_match", "gain_kept", "size_bytes", "gates"):
         assert ROW[key] in line
 
 

@@ -38,6 +38,7 @@ def scores(subject: str, questions: int = 7) -> dict:
         "subject": subject,
         "perplexity": 2.718281828 ** found["loss"],
         "topk": 64,
+        "rows": 80,
         **found,
         "gates": {"max_kl": 0.1} if subject == "quantized" else {},
         "answers": [{"prompt": PROMPT, "answer": f"answer of {subject} <i>"}],
@@ -126,6 +127,7 @@ def test_table_holds_every_figure_as_text(tmp_path):
     quantized = rows[3]
     assert quantized == {
         "stage": "quantized",
+        "rows": "80",
         "loss": "0.239",
         "perplexity": "1.27",
         "kl": "0.0312",

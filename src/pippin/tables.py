@@ -18,6 +18,7 @@ UNKNOWN = "?"
 # Columns of the summary that fit 80 characters; the report has them all.
 SHORT = {
     "stage": "stage",
+    "rows": "rows",
     "loss": "loss",
     "kl": "KL",
     "top1": "top-1",
@@ -29,7 +30,8 @@ SHORT = {
 }
 CAPTION = """\
 loss: held-out, nats a token. KL (nats) and top-1: against the stage before.
-gain: share of the adapter's gain that is left. bits: per weight, all counted."""
+gain: share of the adapter's gain that is left. bits: per weight, all counted.
+rows: held-out rows that were measured, fewer where a runtime is slow here."""
 GATE_STYLE = {"passed": "green", "missed": "bold red"}
 
 

@@ -12,6 +12,7 @@ SUBJECTS = ("base", "adapter", "merged", "quantized")
 NONE = "\u2013"
 # key of a row: (heading, decimals, unit)
 _FIGURES = {
+    "rows": ("held-out rows", 0, ""),
     "loss": ("held-out loss", 3, ""),
     "perplexity": ("perplexity", 2, ""),
     "kl": ("KL to parent", 4, ""),
@@ -109,6 +110,8 @@ def figure(key: str, value: float | None) -> str:
         return bytes_text(value)
     if unit == "%":
         return f"{100 * value:.{decimals}f}%"
+    if isinstance(value, int):
+        return str(value)
     if 0 < abs(value) < 5 * 10.0**-decimals:
         return f"{value:.0e}"
     return f"{value:.{decimals}f}"
