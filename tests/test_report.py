@@ -219,7 +219,7 @@ def test_verdicts_of_a_good_run(tmp_path):
         "Tuned beats base",
         "Merged equals adapter",
         "Quantized within its gates",
-        "Deployed equals quantized",
+        "executorch equals quantized",
         "loss 1.831 → 0.210",
     ):
         assert title in text

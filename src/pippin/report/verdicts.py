@@ -49,11 +49,12 @@ QUANTIZED = _HandOff(
 
 
 def _deployed(subject: str) -> _HandOff:
+    name = subject.removeprefix("deployed-").replace("deployed", "Deployed")
     return _HandOff(
         subject=subject,
-        good="Deployed equals quantized",
-        bad="Deployed differs from quantized",
-        plain="Deployed against quantized",
+        good=f"{name} equals quantized",
+        bad=f"{name} differs from quantized",
+        plain=f"{name} against quantized",
     )
 
 
