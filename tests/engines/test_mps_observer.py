@@ -5,6 +5,7 @@ it and says so in the same words.
 """
 
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -90,7 +91,8 @@ def test_strict_raises_with_file_and_line(rules, leaving):
         leaving(torch.ones(3, device="meta"))
 
 
-def test_a_program_that_ends_its_process_is_an_error_in_the_report():
+def test_a_program_that_ends_its_process_is_an_error_in_the_report(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2])  # where a spawned process finds it too
     (found,) = apart.apart("tiny", "LoRA step", programs.end, Ask())
     assert (found.subject, found.program, found.outcome) == ("tiny", "LoRA step", "error")
     assert "ended its process" in found.error
