@@ -8,6 +8,9 @@ from pippin.model.config import read_raw
 
 def refusal(folder: Path) -> Refusal | None:
     """Why it does not, as (message, hint)."""
+    from pippin.engines.mlx.blas import preload
+
+    preload()  # mlx-lm imports MLX
     from mlx_lm import models
     from mlx_lm.utils import MODEL_REMAPPING
 
