@@ -20,6 +20,8 @@ from pippin.stages.recovery import updates
 from pippin.stages.revised import Revised
 from pippin.stages.sharing import share_bits
 
+NOTHING = "every linear stays as it is: there is nothing to share out or to tune"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
@@ -75,7 +77,8 @@ def settle(job: Job, source: Source, choices: dict[str, Choice]) -> Work:
     if settings.method in CALIBRATED:
         parts = tuple(passes(source.tensors, choices, source.config, memory.MOMENTS))
     if not parts:
-        return Work(choices=choices)
+        asked = settings.budget or settings.recover_tokens
+        return Work(choices=choices, notices=(NOTHING,) if asked else ())
     # Where moments take several passes, a layer at a time is less work and less memory. Recovery
     # needs the whole model.
     large = settings.sequential or (len(parts) > 1 and not settings.recover_tokens)
