@@ -124,6 +124,12 @@ FAULTS = [
         "19: quantize.one_pass: full fine-tuning has no adapter",
         "leave it out",
     ),
+    (
+        "steps = 10",
+        "[quantize]\none_pass = true\n[gates.merged]\nmax_kl = 0.1",
+        "19: gates.merged: no merged model is made",
+        "gates.quantized",
+    ),
 ]
 
 

@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 from pippin.figures import bytes_of
 from pippin.quantizers import CALIBRATED
-from pippin.recipe import BUDGETS, Quantize, Recipe
+from pippin.recipe import BUDGETS, Gates, Quantize, Recipe
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,6 +105,7 @@ def contradictions(recipe: Recipe) -> Iterator[Contradiction]:
     """Keys that cannot both be meant."""
     yield from _engine(recipe)
     yield from _training(recipe)
+    yield from _merging(recipe)
     yield from _quantizing(recipe.quantize)
     yield from _budgets(recipe.quantize)
 
@@ -161,17 +162,27 @@ def _training(recipe: Recipe) -> Iterator[Contradiction]:
             "is a share of what gradient_checkpointing recomputes, which is off",
             "set train.gradient_checkpointing = true",
         )
-    if train.method == "full" and recipe.quantize.one_pass:
-        yield (
-            ("quantize", "one_pass"),
-            "full fine-tuning has no adapter to merge",
-            "leave it out, or set train.method = lora",
-        )
     if train.patience and not train.valid_every:
         yield (
             ("train", "patience"),
             "counts validations, and valid_every is 0",
             "set train.valid_every",
+        )
+
+
+def _merging(recipe: Recipe) -> Iterator[Contradiction]:
+    full, one_pass = recipe.train.method == "full", recipe.quantize.one_pass
+    if full and one_pass:
+        yield (
+            ("quantize", "one_pass"),
+            "full fine-tuning has no adapter to merge",
+            "leave it out, or set train.method = lora",
+        )
+    if (full or one_pass) and recipe.gates.merged != Gates().merged:
+        yield (
+            ("gates", "merged"),
+            "no merged model is made on this way, so none is judged",
+            "leave it out; gates.quantized judges what comes of the adapter",
         )
 
 

@@ -40,6 +40,7 @@ def test_fields_that_change_nothing_are_accepted():
     [
         ({"n": 2}, "n"),
         ({"logprobs": True}, "logprobs"),
+        ({"logprobs": 0}, "logprobs"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"frequency_penalty": 0.5}, "frequency_penalty"),

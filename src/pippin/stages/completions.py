@@ -25,7 +25,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
-    "logprobs": (False, 0),
+    "logprobs": (False,),
     "top_logprobs": (0,),
     "echo": (False,),
     "tools": ([],),
@@ -75,9 +75,17 @@ def read_request(kind: Kind, body: Any, defaults: Sampling) -> Asked:
         usage=bool(options.get("include_usage")),
     )
     for key, value in fields.items():
-        if key not in UNHEARD and value not in NEUTRAL.get(key, ()):
+        if key not in UNHEARD and not _neutral(key, value):
             raise BadRequest(f"{key} is not supported: {value!r:.60}", "leave it out", key)
     return asked
+
+
+def _neutral(key: str, value: Any) -> bool:
+    """Whether a value asks for nothing. 0 is not false: `logprobs: 0` asks for a number a token."""
+    return any(
+        value == nothing and isinstance(value, bool) == isinstance(nothing, bool)
+        for nothing in NEUTRAL.get(key, ())
+    )
 
 
 def _take(fields: dict[str, Any], key: str, default: Any, valid: Callable[[Any], bool]) -> Any:
