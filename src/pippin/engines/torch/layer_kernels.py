@@ -198,7 +198,7 @@ def gate_grad_tiles(
 
 @triton.jit
 def add_update(
-    y, beside, tail, matrix, out, T, D, E, y_row, matrix_row,
+    y, beside, tail, matrix, out, T, D, E, y_row, matrix_row, matrix_column,
     M: tl.constexpr, N: tl.constexpr, WIDE_E: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out (T, D) = y + beside + tail (T, E) times matrix (D, E) transposed."""
@@ -206,7 +206,9 @@ def add_update(
     column, e = tl.program_id(1) * N + tl.arange(0, N), tl.arange(0, WIDE_E)
     left = tl.load(tail + row * E + e[None, :], mask=(row < T) & (e < E)[None, :], other=0.0)
     known = (e < E)[:, None] & (column < D)[None, :]
-    right = tl.load(matrix + column[None, :] * matrix_row + e[:, None], mask=known, other=0.0)
+    right = tl.load(
+        matrix + column[None, :] * matrix_row + e[:, None] * matrix_column, mask=known, other=0.0
+    )
     seen = (row < T) & (column < D)[None, :]
     total = tl.dot(left, right, input_precision=PRECISION)
     total += tl.load(y + row * y_row + column[None, :], mask=seen, other=0.0).to(tl.float32)
@@ -216,22 +218,29 @@ def add_update(
 
 @triton.jit
 def rotate(
-    x, cos, sin, row_stride, H, sign,
-    C: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
+    x, out, cos, sin, x_row, out_row, H, turned, sign,
+    C: tl.constexpr, ROOM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """The first H heads of a row, rotated in place by their position's angles times `sign`."""
+    """H heads of a row, the first of them rotated by their position's angles times `sign`.
+
+    In `out` every head has ROOM channels: zeros after its C. It may be `x` itself.
+    """
     row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    place = tl.arange(0, HALF)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    place = tl.arange(0, HALF)[None, :]
     half: tl.constexpr = C // 2
-    c = tl.load(cos + row * C + place, mask=place < half, other=0.0).to(tl.float32)[None, :]
-    s = tl.load(sin + row * C + place, mask=place < half, other=0.0).to(tl.float32)[None, :] * sign
-    target = x + row * row_stride + head[:, None] * C + place[None, :]
-    inside = (head[:, None] < H) & (place[None, :] < half)
-    left = tl.load(target, mask=inside, other=0.0).to(tl.float32)
-    right = tl.load(target + half, mask=inside, other=0.0).to(tl.float32)
+    c = tl.load(cos + row * C + place, mask=place < half, other=0.0).to(tl.float32)
+    s = tl.load(sin + row * C + place, mask=place < half, other=0.0).to(tl.float32) * sign
+    c, s = tl.where(head < turned, c, 1.0), tl.where(head < turned, s, 0.0)
+    source = x + row * x_row + head * C + place
+    inside = (head < H) & (place < half)
+    left = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    right = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
+    target = out + row * out_row + head * ROOM + place
     tl.store(target, (left * c - right * s).to(x.dtype.element_ty), mask=inside)
     tl.store(target + half, (right * c + left * s).to(x.dtype.element_ty), mask=inside)
+    if ROOM > C:
+        tl.store(target + C, tl.zeros_like(left), mask=(head < H) & (place < ROOM - C))
 
 
 @triton.jit

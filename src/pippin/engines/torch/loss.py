@@ -76,13 +76,12 @@ class _HeadLoss(torch.autograd.Function):
         place_SD = hidden_SD if consume else torch.empty_like(hidden_SD)
         grads = _Grads.empty(place_SD, weight_VD, bias_V, ctx.needs_input_grad)
         exact = torch.promote_types(hidden_SD.dtype, torch.float32)
-        loss = torch.zeros((), dtype=exact, device=hidden_SD.device)
-        chunk = _chunk_rows(hidden_SD, head)
+        losses, chunk = [hidden_SD.new_zeros(1, dtype=exact)], _chunk_rows(hidden_SD, head)
         for start in range(0, len(hidden_SD), chunk):
             part = slice(start, start + chunk)
-            loss += _chunk(hidden_SD[part], targets_S[part], head, grads.part(part))
+            losses.append(_chunk(hidden_SD[part], targets_S[part], head, grads.part(part)))
         ctx.grads = grads
-        return loss
+        return torch.cat(losses).sum()
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
@@ -130,27 +129,27 @@ def _in_place(hidden_SD: Tensor) -> bool:
 
 
 def _chunk(hidden_CD: Tensor, targets_C: Tensor, head: Head, grads: _Grads) -> Tensor:
-    """The chunk's summed loss; fills its part of the hidden gradient, adds to the head's."""
+    """The chunk's losses; fills its part of the hidden gradient, adds to the head's."""
     logits_CV = head.products(hidden_CD)
     wanted = any(g is not None for g in (grads.hidden_SD, grads.weight_VD, grads.bias_V))
-    loss = _losses(logits_CV, targets_C, head, wanted)
+    losses = _losses(logits_CV, targets_C, head, wanted)
     if wanted:
         _fill(logits_CV, hidden_CD, head, grads)
-    return loss
+    return losses
 
 
 def _losses(products_CV: Tensor, targets_C: Tensor, head: Head, wanted: bool) -> Tensor:
-    """Their sum; where `wanted`, the products become the loss's gradient with respect to them."""
+    """(L,) that sum to theirs; where `wanted`, the products become that sum's gradient."""
     if _in_place(products_CV):
         from pippin.engines.torch.triton_ops import row_losses
 
-        return row_losses(products_CV, targets_C, head.scale, head.softcap, wanted=wanted).sum()
+        return row_losses(products_CV, targets_C, head.scale, head.softcap, wanted=wanted)
     rows = max(1, BLOCK_BYTES // (4 * products_CV.shape[1]))
     losses = [
         _block(products_CV[start : start + rows], targets_C[start : start + rows], head, wanted)
         for start in range(0, len(products_CV), rows)
     ]
-    return torch.stack(losses).sum()
+    return torch.stack(losses)
 
 
 def _block(products_CV: Tensor, targets_C: Tensor, head: Head, wanted: bool) -> Tensor:
