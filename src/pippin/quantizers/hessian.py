@@ -4,7 +4,7 @@ An error E of the weights moves the outputs by X E^T, so E X^T X E^T is what rou
 small. A share of the mean diagonal is added to every diagonal element (damping): inputs that were
 never seen still weigh something, and the matrix can be factored.
 
-Shape letters: O output features, I input features.
+Shape letters: O output features, I input features, B a block's inputs.
 """
 
 from functools import cached_property
@@ -51,12 +51,11 @@ class Hessian:
         nothing is inverted.
         """
         turned = self.order[::-1]
-        factor_II = _cholesky(self.matrix_II[np.ix_(turned, turned)])[::-1, ::-1]
-        feedback_II = np.empty(factor_II.shape, np.float32)
-        for start in range(0, len(factor_II), _BLOCK):
+        upper_II = _cholesky(self.matrix_II, turned)
+        for start in range(0, len(upper_II), _BLOCK):
             block = slice(start, start + _BLOCK)
-            feedback_II[block] = (factor_II[:, block] / factor_II.diagonal()[block]).T
-        return feedback_II
+            upper_II[block] /= upper_II.diagonal()[block, None].copy()
+        return upper_II[::-1, ::-1]
 
     def of_inputs_over(self, scale_I: NDArray[np.float32]) -> "Hessian":
         """That of the same inputs, each divided by its scale (I,)."""
@@ -72,28 +71,31 @@ class Hessian:
         return self.mean * float(np.einsum("oi,oi->", moved_OI, error_OI, dtype=np.float64))
 
 
-def _cholesky(matrix_II: NDArray[Any]) -> NDArray[np.float64]:
-    """The lower factor; more damping where rounding of the moments left a negative eigenvalue."""
+def _cholesky(matrix_II: NDArray[np.float32], order_I: NDArray[np.intp]) -> NDArray[np.float32]:
+    """The upper factor; more damping where rounding of the moments left a negative eigenvalue."""
     extra = 0.0
     while True:
-        lower_II = matrix_II.astype(np.float64)
-        lower_II[np.diag_indices_from(lower_II)] += extra
+        upper_II = matrix_II[np.ix_(order_I, order_I)]
+        upper_II[np.diag_indices_from(upper_II)] += np.float32(extra)
         try:
-            _factor(lower_II)
+            _factor(upper_II)
         except np.linalg.LinAlgError:
             extra = max(10 * extra, DAMPING)
         else:
-            return lower_II
+            return upper_II
 
 
-def _factor(lower_II: NDArray[np.float64]) -> None:
-    """Cholesky's factor in the matrix's own place: numpy would hold three of them."""
-    for start in range(0, len(lower_II), _BLOCK):
-        stop = start + _BLOCK
-        own = slice(start, stop)
-        lower_II[own, own] = np.linalg.cholesky(lower_II[own, own])
-        lower_II[own, stop:] = 0
-        lower_II[stop:, own] = np.linalg.solve(lower_II[own, own], lower_II[stop:, own].T).T
-        for first in range(stop, len(lower_II), _BLOCK):
-            others = slice(first, first + _BLOCK)
-            lower_II[first:, others] -= lower_II[first:, own] @ lower_II[others, own].T
+def _factor(upper_II: NDArray[np.float32]) -> None:
+    """Cholesky's factor in the matrix's own place, by rows: numpy would hold float64 three times.
+
+    Sums are float64, a block of rows at a time; only what is kept is rounded.
+    """
+    for start in range(0, len(upper_II), _BLOCK):
+        own = slice(start, start + _BLOCK)
+        rows_BI = upper_II[own, start:].astype(np.float64)
+        for first in range(0, start, _BLOCK):
+            done_BI = upper_II[first : first + _BLOCK, start:].astype(np.float64)
+            rows_BI -= done_BI[:, : len(rows_BI)].T @ done_BI
+        lower_BB = np.linalg.cholesky(rows_BI[:, : len(rows_BI)])
+        upper_II[own, start:] = np.linalg.solve(lower_BB, rows_BI)
+        upper_II[own, :start] = 0
