@@ -3,8 +3,9 @@
 The adapter is trained on a base of 4 bits in groups of 64, as people with little memory do; the
 original is the built-in small model moved off the grid it was distributed on (or `--original`, in
 bfloat16). Kept is the share of the adapter's gain on held-out answers that the small model still
-has. The peer is `mlx_lm.fuse`, which rounds the sum into the base's own 4 bits. With `--work`
-everything that was made is kept: `--at-most 1` makes one thing a call, and the rows are printed of
+has. `best, qat` are the same codes after some updates of their scales. The peer is mlx-lm: `fuse`,
+which rounds the sum into the base's own 4 bits, or `fuse` and `convert` from the original. With
+`--work` what was made is kept: `--at-most 1` makes one thing a call, and the rows are printed of
 what is there.
 """
 
@@ -23,16 +24,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import common
 from pippin import artifact, recipe
 from pippin.artifact import Origin
 from pippin.job import Job
+from pippin.model.adapter import BASE
 from pippin.model.quantized import bits_per_weight
+from pippin.stages import distribution
 from pippin.stages.evaluate import evaluate
 from pippin.stages.fetch import fetch
 from pippin.stages.merge import merge
+from pippin.stages.qat import qat
 from pippin.stages.quantize import quantize
 from pippin.stages.train import train
 from quant_ruler import dither
@@ -40,18 +45,10 @@ from quant_ruler import dither
 DATA = common.ROOT / "recipes" / "data" / "sql"
 NEAREST = recipe.Quantize(method="rtn", bits=4, group_size=64, scheme="affine", embed_bits=8)
 BEST = replace(NEAREST, method="best", importance="inputs", calibration_tokens=4096)
-# By figure: where the merged weights come from, and how they are rounded. The first is ours.
-WAYS: dict[str, dict[str, tuple[str, recipe.Quantize | None]]] = {
-    "gain-kept-4bit-base": {
-        "best": ("base", BEST),
-        "mlx_lm.fuse": ("base", None),
-        "nearest": ("base", NEAREST),
-    },
-    "gain-kept-original": {
-        "best": ("original", BEST),
-        "nearest": ("original", NEAREST),
-    },
-}
+# Where the merged weights come from, by figure.
+FIGURES = {"gain-kept-4bit-base": "base", "gain-kept-original": "original"}
+# Ours first, and its own going on; then the peers.
+LABELS = ("best", "best, qat", "mlx_lm", "nearest")
 
 
 def main() -> None:
@@ -62,11 +59,15 @@ def main() -> None:
     parser.add_argument("--at-most", type=int, default=999, help="things to make in this call")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=16, help="updates of each adapter")
+    parser.add_argument("--qat", type=int, default=8, help="updates of the scales after it")
     options = parser.parse_args()
     torch.set_num_threads(1)  # waiting threads would count as work on a busy machine
     with tempfile.TemporaryDirectory() as scratch:
         desk = Desk(
-            work=options.work or Path(scratch), steps=options.steps, seeds=range(options.seeds)
+            work=options.work or Path(scratch),
+            steps=options.steps,
+            qat=options.qat,
+            seeds=range(options.seeds),
         )
         made = 0
         for name, make in desk.things(options.original):
@@ -77,7 +78,7 @@ def main() -> None:
                 make()
                 made += 1
                 print(f"{name}: {time.process_time() - began:.0f} CPU-s", file=sys.stderr)
-        measured = [name for name in WAYS if any(desk.work.glob(f"score-{name}-*"))]
+        measured = [name for name in FIGURES if any(desk.work.glob(f"score-{name}-*"))]
         common.report([desk.row(name) for name in measured], options.save)
 
 
@@ -87,6 +88,7 @@ class Desk:
 
     work: Path
     steps: int
+    qat: int
     seeds: range
 
     def things(self, original: Path | None) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -99,10 +101,9 @@ class Desk:
             yield adapter, partial(self.run, train, adapter, seed, model="base")
             both = {"model": "base", "adapter": adapter}
             yield live, partial(self.run, evaluate, live, seed, **both)
-            for figure, ways in WAYS.items():
-                for label, (source, settings) in ways.items():
-                    name = f"score-{figure}-{label}-{seed}"
-                    yield name, partial(self.measure, name, source, settings, seed)
+            for (figure, source), label in itertools.product(FIGURES.items(), LABELS):
+                name = f"score-{figure}-{label}-{seed}"
+                yield name, partial(self.measure, name, label, source, seed)
 
     def make_original(self, original: Path | None) -> None:
         """The given folder, or the small model off its grid."""
@@ -112,18 +113,54 @@ class Desk:
         self.run(fetch, "fetched", 0)
         dither(self.work / "fetched", self.work / "original")
 
-    def measure(self, name: str, source: str, settings: recipe.Quantize | None, seed: int) -> None:
-        """Merge, round, score; the folders in between go again."""
-        small, adapter = self.work / "small", f"adapter-{seed}"
-        shutil.rmtree(small, ignore_errors=True)
-        if settings is None:
-            fuse(self.work / source, self.work / adapter / "mlx-lm", small)
+    def measure(self, name: str, label: str, source: str, seed: int) -> None:
+        """Make a small model and score it; its folder goes again where none goes on from it."""
+        small, best = f"small-{source}-{seed}", f"best-{source}-{seed}"
+        both = {"model": source, "adapter": self.adapter(source, seed)}
+        if label == "mlx_lm":
+            self.peer(*both.values(), small)
+        elif label == "nearest":
+            self.round(small, seed, NEAREST, both)
         else:
-            self.run(merge, "merged", seed, model=source, adapter=adapter)
-            self.run(quantize, "small", seed, settings, model="merged")
-        bits = bits_per_weight(small)
-        self.run(evaluate, name, seed, model="small")
+            if not (self.work / best).exists():
+                self.round(best, seed, BEST, both)
+            if label != "best":
+                self.run(qat, small, seed, model=best)
+        made = best if label == "best" else small
+        self.run(evaluate, name, seed, model=made)
+        bits = bits_per_weight(self.work / made)
         (self.work / name / "bits.json").write_text(json.dumps(bits))
+        if label != "best":
+            shutil.rmtree(self.work / small)
+
+    def adapter(self, source: str, seed: int) -> str:
+        """The adapter's folder; for the original a copy that does not tell its base's digest."""
+        name = f"adapter-{seed}"
+        if source == "base":
+            return name
+        other = self.work / f"{name}-elsewhere"
+        shutil.copytree(self.work / name, other, dirs_exist_ok=True)
+        (other / BASE).unlink(missing_ok=True)
+        return other.name
+
+    def round(self, name: str, seed: int, settings: recipe.Quantize, both: dict[str, str]) -> None:
+        """Merge and quantize."""
+        self.run(merge, f"merged-{name}", seed, **both)
+        self.run(quantize, name, seed, settings, model=f"merged-{name}")
+        shutil.rmtree(self.work / f"merged-{name}")
+
+    def peer(self, model: str, adapter: str, name: str) -> None:
+        """mlx-lm's own programs as they are called by default, codes at the end."""
+        fused, small = self.work / f"fused-{name}", self.work / name
+        for folder in (fused, small):
+            shutil.rmtree(folder, ignore_errors=True)
+        adapters = self.work / adapter / "mlx-lm"
+        mlx_lm("fuse", model=self.work / model, adapter_path=adapters, save_path=fused)
+        if model == "base":
+            fused.rename(small)
+            return
+        mlx_lm("convert", hf_path=fused, mlx_path=small, quantize="", q_bits=4, q_group_size=64)
+        shutil.rmtree(fused)
 
     def run(
         self,
@@ -134,8 +171,7 @@ class Desk:
         **inputs: str,
     ) -> None:
         """A stage of the SQL recipe into the folder `name`."""
-        if name in ("merged", "small"):
-            shutil.rmtree(self.work / name, ignore_errors=True)
+        shutil.rmtree(self.work / name, ignore_errors=True)
         made = recipe.Recipe(
             model=recipe.Model(source="builtin:smollm2", device="cpu", dtype="float32"),
             data=recipe.Data(source=str(DATA), chat_template=False, max_seq_len=128),
@@ -145,10 +181,11 @@ class Desk:
                 row_tokens=512,
                 learning_rate=2e-3,
                 warmup_steps=3,
-                valid_rows=1,
+                valid_rows=40 if stage is qat else 1,
                 checkpoint_every=4,
             ),
             quantize=settings,
+            qat=recipe.Qat(steps=self.qat),
             evaluate=recipe.Evaluate(rows=48, generate_rows=0),
             deploy=recipe.Deploy(targets=()),
             seed=seed,
@@ -171,15 +208,26 @@ class Desk:
         """Nats a token of held-out answers."""
         return json.loads((self.work / name / "scores.json").read_text())["loss"]
 
+    def away(self, name: str, seed: int) -> list[float]:
+        """Nats a token above the live adapter on the same rows, and that one's standard error."""
+        live, made = (distribution.load(self.work / n) for n in (f"score-live-{seed}", name))
+        counts = live.counts_S
+        scatter = live.losses_S - live.loss * counts
+        error = float(np.sqrt(np.square(scatter).sum()) / counts.sum())
+        return [round(made.loss - live.loss, 4), round(error, 4)]
+
     def row(self, figure: str) -> common.Row:
         """Shares kept, the mean of the seeds that were measured."""
-        base = self.loss("score-base")
+        base, bits = self.loss("score-base"), dict[str, float]()
         kept: dict[str, list[float]] = {}
-        for label, seed in itertools.product(WAYS[figure], self.seeds):
+        away: dict[str, list[list[float]]] = {}
+        for label, seed in itertools.product(LABELS, self.seeds):
             name = f"score-{figure}-{label}-{seed}"
             if (self.work / name).exists():
                 gain = base - self.loss(f"score-live-{seed}")
                 kept.setdefault(label, []).append((base - self.loss(name)) / gain)
+                away.setdefault(label, []).append(self.away(name, seed))
+                bits[label] = json.loads((self.work / name / "bits.json").read_text())
         first, *others = kept
         lives = [s for s in self.seeds if (self.work / f"score-live-{s}").exists()]
         return common.Row(
@@ -193,22 +241,19 @@ class Desk:
                 "by seed": {k: [round(100 * share, 1) for share in v] for k, v in kept.items()},
                 "loss of the 4-bit base": round(base, 3),
                 "with the adapter": [round(self.loss(f"score-live-{s}"), 3) for s in lives],
-                "bits per weight": {w: round(self.bits(figure, w), 3) for w in kept},
+                "loss above it, and its standard error": away,
+                "bits per weight": {label: round(found, 3) for label, found in bits.items()},
                 "updates": self.steps,
+                "of the scales": self.qat,
             },
         )
 
-    def bits(self, figure: str, way: str) -> float:
-        """Of the whole model, embedding included."""
-        file = next(self.work.glob(f"score-{figure}-{way}-*/bits.json"))
-        return json.loads(file.read_text())
 
-
-def fuse(model: Path, adapter: Path, target: Path) -> None:
-    """mlx-lm's own program, as it is called by default."""
-    names = {"model": model, "adapter-path": adapter, "save-path": target}
-    options = [part for name, path in names.items() for part in (f"--{name}", str(path))]
-    command = [sys.executable, "-m", "mlx_lm", "fuse", *options]
+def mlx_lm(program: str, **options: Any) -> None:
+    """One of mlx-lm's programs; an option without a value is a switch."""
+    given = [(f"--{name.replace('_', '-')}", str(value)) for name, value in options.items()]
+    words = [word for pair in given for word in pair if word]
+    command = [sys.executable, "-m", "mlx_lm", program, *words]
     subprocess.run(command, check=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
 
 

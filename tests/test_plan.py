@@ -55,6 +55,21 @@ def test_an_adapter_that_is_there_is_not_trained_again(recipe):
     assert steps["merge"].settings == {}
 
 
+def test_what_is_trained_on_codes_is_measured_and_deployed(recipe):
+    asked = change(recipe, qat={"steps": 5}, deploy={"targets": ("gguf",)})
+    steps = {step.name: step for step in make_steps(asked)}
+    out = recipe.folder / "out"
+    assert list(steps).index("qat") == list(steps).index("quantize") + 1
+    assert steps["qat"].inputs == {"model": out / "quantize"}
+    for name in ("evaluate-quantized", "deploy-gguf"):
+        assert steps[name].inputs["model"] == out / "qat"
+    made = steps["qat"].settings
+    assert {"seed", "qat.steps", "train.row_tokens"} <= made.keys()
+    assert not {"train.learning_rate", "train.method"} & made.keys()
+    needs = make_plan(asked, MACHINE).needs
+    assert needs["qat"].memory > 400_000_000
+
+
 def test_every_input_is_made_before_it_is_read(recipe):
     made = {recipe.folder / "model"}
     for step in make_steps(recipe):

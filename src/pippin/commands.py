@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pippin.plan import Plan
     from pippin.recipe import Recipe
 
-STAGE_VERBS = ("train", "merge", "quantize", "evaluate", "deploy")
+STAGE_VERBS = ("train", "merge", "quantize", "qat", "evaluate", "deploy")
 REDO = click.Choice(["fetch", *STAGE_VERBS, "all"])
 PATH = click.Path(path_type=Path)
 

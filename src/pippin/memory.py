@@ -52,6 +52,11 @@ def parameters(shape: Shape) -> int:
     return shape.num_layers * layer + embedding + shape.hidden_size
 
 
+def linear_parameters(shape: Shape) -> int:
+    """Count of the layers' linears alone."""
+    return shape.num_layers * sum(i * o for i, o in linear_shapes(shape).values())
+
+
 def adapter_parameters(linears: Iterable[tuple[int, int]], rank: int, dora: bool = False) -> int:
     """Count: R (inputs + outputs) of every adapted linear, and outputs more for DoRA."""
     return sum(rank * (inputs + outputs) + dora * outputs for inputs, outputs in linears)

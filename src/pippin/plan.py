@@ -156,7 +156,8 @@ def free_text(count: int) -> str:
 def _free_memory(forecast: Forecast, step: Step) -> int:
     """What the step may take: the accelerator's memory where it computes, else the host's."""
     machine = forecast.machine
-    computes = step.stage == "train" or (step.stage == "evaluate" and "bundle" not in step.inputs)
+    trains = step.stage in ("train", "qat")
+    computes = trains or (step.stage == "evaluate" and "bundle" not in step.inputs)
     if computes and forecast.device != "cpu" and machine.accelerator:
         return machine.accelerator.memory_available
     return machine.memory_available

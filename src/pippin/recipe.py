@@ -81,12 +81,8 @@ class Data:
     chat_template: bool = key(True, "wrap prompt/completion rows in the model's chat template")
     max_rows: int | None = key(None, "use only the first rows of the training split")
     max_seq_len: int = key(1024, "longest sample in tokens")
-    too_long: TooLong = key(
-        "error", "what happens to a longer sample; always counted in the report"
-    )
-    train_on: TrainOn = key(
-        "assistant", "which turns are scored: every assistant turn, the last, all"
-    )
+    too_long: TooLong = key("error", "what happens to a longer sample; the report counts them")
+    train_on: TrainOn = key("assistant", "turns that are scored: every assistant turn, last, all")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,12 +96,8 @@ class Lora:
         ("all-linear",), "linears by last name, by `*` pattern over the full name, or all-linear"
     )
     rslora: bool = key(False, "scale by alpha / sqrt(rank) instead")
-    dora: bool = key(
-        False, "DoRA: train the norm of every output's weights apart from their direction"
-    )
-    mlx_lm: bool = key(
-        False, "write it in mlx-lm's layout as well, in the adapter's folder `mlx-lm`"
-    )
+    dora: bool = key(False, "DoRA: train the norm of every output's weights apart from the rest")
+    mlx_lm: bool = key(False, "write it in mlx-lm's layout too, in the adapter's folder `mlx-lm`")
 
     @property
     def scale(self) -> float:
@@ -206,7 +198,6 @@ class Quantize:
         "bits shared out likewise, the fewest that are expected to leave this divergence from the "
         "model before, in nats a token; a gate measures it",
     )
-
     one_pass: bool = key(
         False,
         "merge the adapter while its model is quantized: no merged model is written or measured, "
@@ -223,6 +214,14 @@ class Quantize:
         """What linears are brought to, in words: `4 bits`, `1.9GB`, `a KL of 0.02`."""
         kl = f"a KL of {self.max_kl:g}" if self.max_kl is not None else None
         return self.max_size or kl or f"{self.target_bits or self.bits:g} bits"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Qat:
+    """Training goes on with the quantized model; rows and checkpoints as [train] says."""
+
+    steps: int = key(0, "updates of scales and zero points on the training rows; 0 is without")
+    learning_rate: float = key(1e-3, "peak learning rate, in shares of a scale")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -249,9 +248,7 @@ class Gate:
     """Limits one stage must keep; a missed one stops the run."""
 
     max_kl: float | None = key(None, "KL divergence to the parent, nats a token")
-    min_top1: float | None = key(
-        None, "share of positions where the likeliest token is the parent's"
-    )
+    min_top1: float | None = key(None, "share of positions whose likeliest token is the parent's")
     min_gain_kept: float | None = key(None, "share of the adapter's held-out gain that is left")
     min_exact_match: float | None = key(None, "share of held-out answers equal to their reference")
 
@@ -286,6 +283,7 @@ class Recipe:
     lora: Lora = Lora()
     train: Train = Train()
     quantize: Quantize = Quantize()
+    qat: Qat = Qat()
     evaluate: Evaluate = Evaluate()
     gates: Gates = Gates()
     deploy: Deploy = Deploy()

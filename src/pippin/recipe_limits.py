@@ -66,6 +66,8 @@ LIMITS = {
     "lora.alpha": POSITIVE,
     "lora.dropout": BETA,
     "lora.rank": COUNT,
+    "qat.learning_rate": POSITIVE,
+    "qat.steps": NATURAL,
     "quantize.calibration_tokens": COUNT,
     "quantize.max_kl": POSITIVE,
     "quantize.recover_tokens": NATURAL,
@@ -107,6 +109,7 @@ def contradictions(recipe: Recipe) -> Iterator[Contradiction]:
     yield from _training(recipe)
     yield from _merging(recipe)
     yield from _quantizing(recipe.quantize)
+    yield from _on_codes(recipe)
     yield from _budgets(recipe.quantize)
 
 
@@ -122,6 +125,7 @@ def _engine(recipe: Recipe) -> Iterator[Contradiction]:
             recipe.train.recomputed_layers < 1,
             "recomputes all layers or none",
         ),
+        ("qat", "steps"): (recipe.qat.steps > 0, "trains no scales of codes"),
         ("quantize", "recover_tokens"): (recipe.quantize.recover_tokens > 0, "tunes no scales"),
         ("quantize", "sequential"): (recipe.quantize.sequential, "takes no model apart by layers"),
     }
@@ -205,6 +209,15 @@ def _quantizing(asked: Quantize) -> Iterator[Contradiction]:
             ("quantize", "method"),
             "hqq moves zero points, which symmetric codes have none of",
             'set quantize.scheme and quantize.embed_scheme = "affine", or use mse',
+        )
+
+
+def _on_codes(recipe: Recipe) -> Iterator[Contradiction]:
+    if recipe.qat.steps and recipe.quantize.scheme == "k":
+        yield (
+            ("qat", "steps"),
+            "scales of scales cannot be trained apart",
+            'set qat.steps = 0, or quantize.scheme = "affine"',
         )
 
 

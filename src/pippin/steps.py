@@ -81,6 +81,11 @@ def merges(recipe: Recipe) -> bool:
     return recipe.train.method == "lora" and not recipe.quantize.one_pass
 
 
+def small_folder(recipe: Recipe) -> Path:
+    """The quantized model: as it was rounded, or trained on since."""
+    return run_folder(recipe) / ("qat" if recipe.qat.steps else "quantize")
+
+
 def settings(recipe: Recipe, *tables: str) -> dict[str, Any]:
     """`table.key` -> value for all keys of some tables that change what a stage makes."""
     named = {table: getattr(recipe, table) for table in tables}
@@ -122,8 +127,10 @@ def _steps(recipe: Recipe, run: Path, model: Path) -> Iterator[Step]:
         yield _step("merge", "merge the adapter into the model", run, tuned, {})
         yield _evaluate(recipe, run, "merged", {"model": merged, **_parent(run, "adapter")})
     yield _quantize(recipe, run, {"model": merged} if merges(recipe) else tuned)
+    if recipe.qat.steps:
+        yield _qat(recipe, run)
     parent = _parent(run, "merged" if merges(recipe) else "adapter")
-    yield _evaluate(recipe, run, "quantized", {"model": run / "quantize", **parent})
+    yield _evaluate(recipe, run, "quantized", {"model": small_folder(recipe), **parent})
     for target in recipe.deploy.targets:
         yield from _deploy(recipe, run, target)
 
@@ -193,6 +200,22 @@ def _quantize_title(recipe: Recipe) -> str:
     return f"quantize to {q.goal}, {group}"
 
 
+def _qat(recipe: Recipe, run: Path) -> Step:
+    """What [train] says of a learning rate and of an adapter's kind is not read."""
+    slice_ = {"seed": recipe.seed, **settings(recipe, "model", "data", "train", "qat")}
+    for key in ("learning_rate", "min_learning_rate", "warmup_steps", "frozen_dtype", "method"):
+        del slice_[f"train.{key}"]
+    return Step(
+        name="qat",
+        stage="qat",
+        title=f"train scales for {recipe.qat.steps} updates",
+        folder=run / "qat",
+        inputs={"model": run / "quantize"},
+        settings=slice_,
+        reads_data=True,
+    )
+
+
 def _deploy(recipe: Recipe, run: Path, target: str) -> Iterator[Step]:
     folder, data = run / f"deploy-{target}", settings(recipe, "data")
     # A bundle leaves the run; it must be asked as it was trained.
@@ -202,7 +225,7 @@ def _deploy(recipe: Recipe, run: Path, target: str) -> Iterator[Step]:
         stage="deploy",
         title=f"deploy to {target}",
         folder=folder,
-        inputs={"model": run / "quantize"},
+        inputs={"model": small_folder(recipe)},
         settings={
             "target": target,
             "deploy.context": recipe.deploy.context,

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -109,7 +108,7 @@ def test_gradients_equal_those_of_float64(parent: Path, tmp_path: Path) -> None:
     model, batches = _loaded(parent), _batches(1)
     with model._rows(batches) as rows:
         recovery = Recovery(model.network, model._head, rows)
-        coded = recovery.take(folder)
+        coded = recovery.take(folder, seed=0)
         hidden = recovery.hidden(rows[0])
         pull = recovery.pull(hidden.detach(), recovery.wanted[0])[1]
         hidden.backward(pull / len(pull))
@@ -135,20 +134,5 @@ def test_what_cannot_gain_stays_as_it_is(parent: Path, tmp_path: Path) -> None:
     network = _exact(parent, dict(dense_tensors(folder))).float()
     network.save_pretrained(tmp_path / "same")
     found = _loaded(tmp_path / "same").recover(folder, _batches(4), seed=0)
-    assert found.before < 1e-7 < found.after
+    assert found.before < 1e-7
     assert found.weights == {}
-
-
-@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float32])
-def test_random_rounding_keeps_the_mean(dtype: Any) -> None:
-    from pippin.engines.torch.recovery import round_at_random
-
-    rng, kind = np.random.default_rng(0), np.dtype(dtype)
-    for value in (0.7123, -3.1, 1e-3):
-        low = float(np.asarray(value, kind).astype(np.float32))
-        values = np.full(20_000, np.float32(value))
-        found = round_at_random(values, kind, rng)
-        np.testing.assert_array_equal(found, found.astype(kind).astype(np.float32))
-        assert len(np.unique(found)) <= 2
-        gap = max(abs(found - low).max(), 1e-9)
-        assert abs(found.astype(np.float64).mean() - np.float32(value)) < 0.02 * gap + 1e-9

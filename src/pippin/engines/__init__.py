@@ -192,6 +192,20 @@ class Recoverer(Protocol):
         ...
 
 
+@runtime_checkable
+class CodesTrainable(Protocol):
+    """What the models of some engines can do besides: train what their own codes say."""
+
+    def codes_trainer(self, train: Train, seed: int) -> Trainer:
+        """A trainer of the folder's scales and zero points, on the loss; takes the model over.
+
+        Every forward computes with what would be stored, and codes stay. Its `weights` are scales
+        and biases under their tensors' names, in values that their own dtype holds. Raises
+        ModelError where there are no codes in the layers.
+        """
+        ...
+
+
 class Observed(Protocol):
     """A model that can be calibrated on, if nothing else."""
 

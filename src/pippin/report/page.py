@@ -27,7 +27,7 @@ from pippin.steps import merges
 REPORT = "report.html"
 STAGES = (
     *("model", "evaluate-base", "train", "evaluate-adapter", "merge", "evaluate-merged"),
-    *("quantize", "evaluate-quantized", "deploy-*", "evaluate-deployed-*"),
+    *("quantize", "qat", "evaluate-quantized", "deploy-*", "evaluate-deployed-*"),
 )
 HEX = 12
 # A budget's chart shows the curve's bend: KL up to so many times what was chosen, and down to a
@@ -91,8 +91,11 @@ def _samples(scores: dict[str, dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 def _charted(run_folder: Path) -> dict[str, list[Chart]]:
     """Charts under their headings."""
-    training = list(_charts(run_folder / "train" / "metrics.jsonl"))
-    found = {"Training": training, "Bits shared out": list(_budget(run_folder))}
+    found = {
+        "Training": list(_charts(run_folder / "train" / "metrics.jsonl")),
+        "Bits shared out": list(_budget(run_folder)),
+        "Training of the scales": list(_charts(run_folder / "qat" / "metrics.jsonl")),
+    }
     return {heading: charts for heading, charts in found.items() if charts}
 
 

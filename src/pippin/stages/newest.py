@@ -65,6 +65,7 @@ def _furthest_first(run: Path, adapter: Path | None) -> Iterator[tuple[str, Path
     for bundle in sorted(run.glob("deploy-*")):
         if bundle.name.removeprefix("deploy-") not in DEVICE_ONLY:
             yield "deployed model", bundle
+    yield "quantized model", run / "qat"
     yield "quantized model", run / "quantize"
     yield "merged model", run / "merge"
     yield "tuned model", adapter or run / "train"

@@ -48,7 +48,7 @@ def write_outcome(folder: Path, job: Job, weights: Weights) -> None:
     """Fill the stage's folder from the trained tensors, float32 by checkpoint name."""
     model = job.inputs["model"]
     if job.recipe.train.method == "full":
-        _write_model(folder, model, weights)
+        write_model(folder, model, weights)
     else:
         base = Base(name=job.recipe.model.source, digest=job.origin.inputs["model"])
         save_adapter(folder, job.recipe.lora, weights, base)
@@ -57,8 +57,8 @@ def write_outcome(folder: Path, job: Job, weights: Weights) -> None:
             mlx_adapter.write(folder / mlx_adapter.FOLDER, job.recipe.lora, weights, layers)
 
 
-def _write_model(folder: Path, base: Path, weights: Weights) -> None:
-    """Every tensor in the dtype it has in the base; what was not trained is copied."""
+def write_model(folder: Path, base: Path, weights: Weights) -> None:
+    """A folder like `base`: every tensor in its dtype there, those not among `weights` copied."""
     checkpoint = Checkpoint(base)
     infos = _kept(checkpoint.tensors, weights, read_config(base).tied_embeddings)
     with Writer(folder, infos) as writer:

@@ -1,19 +1,20 @@
-"""Train an adapter or every weight: goes on after any stop, keeps the best weights."""
+"""Train an adapter, every weight, or a small model's scales: goes on after any stop."""
 
 import math
 import shutil
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psutil
 
 from pippin import artifact, disk
 from pippin.data.batches import Batch
-from pippin.engines import Engine, Trainer
+from pippin.engines import Engine, Trainer, Weights
 from pippin.errors import Interrupted, PippinError
 from pippin.events import Event, Finished, Metric, Notice, Progress, Started
 from pippin.job import Job
@@ -24,39 +25,64 @@ from pippin.stages.interrupts import watching
 from pippin.stages.loading import open_engine
 from pippin.stages.outcome import first_weights, write_outcome
 from pippin.stages.preparing import Material, prepare
-from pippin.stages.schedule import WINDOW, fault, learning_rate
-
-STAGE = "train"
+from pippin.stages.schedule import WINDOW, fault, learning_rate, total_steps
 
 
 def train(job: Job) -> Iterator[Event]:
-    """Train and write the adapter (a PEFT folder) or the model (a Hugging Face folder).
+    """Train and write the adapter (a PEFT folder) or the model (a Hugging Face folder)."""
+    lora = job.recipe.train.method == "lora"
+    title = f"train a rank {job.recipe.lora.rank} adapter" if lora else "train every weight"
+    yield from follow(job, Course(title=title, begin=_begin, write=write_outcome))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Course:
+    """What is trained: `begin` makes its trainer, `write` fills a folder with what came of it.
+
+    `after` is the training whose rows come before these. `compared` tells that what it starts from
+    is kept where nothing better comes.
+    """
+
+    title: str
+    begin: Callable[[Job, Engine], Trainer]
+    write: Callable[[Path, Job, Weights], None]
+    after: Train | None = None
+    compared: bool = False
+
+
+def follow(job: Job, course: Course) -> Iterator[Event]:
+    """Train as the job's recipe says.
 
     Goes on from the newest checkpoint of the same training. Raises Interrupted after Ctrl-C, with a
     checkpoint written; PippinError where the loss is not finite or jumps, or the disk is full.
     """
     artifact.refuse_foreign(job.folder)
     material = prepare(job)
-    yield Started(stage=STAGE, title=_title(job), total=material.total, unit="steps")
-    yield from _notices(material.notices)
+    yield Started(stage=job.stage, title=course.title, total=material.total, unit="steps")
+    yield from _notices(job, material.notices)
     with disk.disk_errors(job.folder):
         store = _open_store(job, material)
         found = store.latest()
-        run = _load(job, material, store)
-        yield from _notices((_device(run), *run.trainer.notices, *found.notices))
+        run = _load(job, course, material, store)
+        yield from _notices(job, (_device(run), *run.trainer.notices, *found.notices))
         position = found.position
         if found.state is not None:
             run.trainer.restore(found.state)
-            yield Notice(stage=STAGE, text=f"going on after update {position.step}")
+            yield Notice(stage=job.stage, text=f"going on after update {position.step}")
+        elif course.compared and material.valid:
+            position = yield from _validate(run, position)
+            yield from _notices(job, (f"validation loss before: {position.best_loss:.4f}",))
         position = yield from _loop(run, position)
         yield from _finish(run, position)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Run:
-    """One training, loaded."""
+    """One training, loaded; `first` is its first update in the order of all rows."""
 
     job: Job
+    course: Course
+    first: int
     material: Material
     store: Store
     engine: Engine
@@ -69,7 +95,8 @@ class _Run:
         return self.job.recipe.train
 
     def batches(self, step: int) -> Sequence[Batch]:
-        return self.material.plan.batches(step) if step < self.material.total else ()
+        plan, total = self.material.plan, self.material.total
+        return plan.batches(self.first + step) if step < total else ()
 
     def over(self, position: Position) -> bool:
         patience = self.train.patience
@@ -94,32 +121,38 @@ def _open_store(job: Job, material: Material) -> Store:
     )
 
 
-def _load(job: Job, material: Material, store: Store) -> _Run:
-    recipe = job.recipe
-    engine = open_engine(recipe.model)
+def _load(job: Job, course: Course, material: Material, store: Store) -> _Run:
+    engine = open_engine(job.recipe.model)
     guard = Guard(engine=engine, planned=job.memory, before=engine.peak_memory())
-    weights = first_weights(job)
-    model = engine.load(job.inputs["model"], recipe.model.dtype)
-    lora = recipe.lora if recipe.train.method == "lora" else None
+    before = course.after
     return _Run(
         job=job,
+        course=course,
+        first=total_steps(before, material.plan.steps_per_epoch) if before else 0,
         material=material,
         store=store,
         engine=engine,
-        trainer=model.trainer(recipe.train, lora, weights, recipe.seed),
+        trainer=course.begin(job, engine),
         guard=guard,
         process=psutil.Process(),
     )
 
 
+def _begin(job: Job, engine: Engine) -> Trainer:
+    recipe, weights = job.recipe, first_weights(job)
+    model = engine.load(job.inputs["model"], recipe.model.dtype)
+    lora = recipe.lora if recipe.train.method == "lora" else None
+    return model.trainer(recipe.train, lora, weights, recipe.seed)
+
+
 def _loop(run: _Run, position: Position) -> Generator[Event, None, Position]:
-    yield Progress(stage=STAGE, done=position.step, values={})
+    yield Progress(stage=run.job.stage, done=position.step, values={})
     settled = position.step + SETTLED
     with watching() as watch:
         while not run.over(position):
             position = yield from _update(run, position)
             if position.step == settled and (text := run.guard.settle()):
-                yield Notice(stage=STAGE, text=text)
+                yield Notice(stage=run.job.stage, text=text)
             if run.validates(position.step):
                 position = yield from _validate(run, position)
             scarce = None if run.over(position) else run.guard.scarcity()
@@ -184,7 +217,7 @@ def _validate(run: _Run, position: Position) -> Generator[Event, None, Position]
     position = yield from _record(run, position, {"valid_loss": loss})
     if run.over(position) and position.step < run.material.total:
         text = f"no better validation loss in {position.worse} validations: ending early"
-        yield Notice(stage=STAGE, text=text)
+        yield Notice(stage=run.job.stage, text=text)
     return position
 
 
@@ -192,8 +225,8 @@ def _record(
     run: _Run, position: Position, values: dict[str, float]
 ) -> Generator[Event, None, Position]:
     length = run.store.append({"step": position.step, **values})
-    yield Metric(stage=STAGE, step=position.step, values=values)
-    yield Progress(stage=STAGE, done=position.step, values=values)
+    yield Metric(stage=run.job.stage, step=position.step, values=values)
+    yield Progress(stage=run.job.stage, done=position.step, values=values)
     return replace(position, metrics_bytes=length)
 
 
@@ -203,7 +236,7 @@ def _stopped(run: _Run, position: Position, batches: Sequence[Batch], wrong: str
     return PippinError(
         f"update {position.step + 1}: {wrong}; its rows: {run.material.places(batches)}",
         f"{good}; look at those rows, raise train.spike to go on past a jump, or lower "
-        "train.learning_rate and start anew with --redo train",
+        f"{run.job.stage}.learning_rate and start anew with --redo {run.job.stage}",
     )
 
 
@@ -216,12 +249,12 @@ def _finish(run: _Run, position: Position) -> Iterator[Event]:
         weights = run.store.best(position.best_step)
         if position.best_step < position.step:
             text = f"the weights after update {position.best_step} are kept: the best validation"
-            yield Notice(stage=STAGE, text=text)
+            yield Notice(stage=run.job.stage, text=text)
     with artifact.writing(run.job.folder, run.job.origin, summary) as folder:
-        write_outcome(folder, run.job, weights)
+        run.course.write(folder, run.job, weights)
         shutil.copyfile(run.store.metrics, folder / METRICS)
     forget(run.job.folder)
-    yield Finished(stage=STAGE, folder=str(run.job.folder), summary=summary)
+    yield Finished(stage=run.job.stage, folder=str(run.job.folder), summary=summary)
 
 
 def _summary(run: _Run, position: Position) -> dict[str, Any]:
@@ -235,14 +268,8 @@ def _summary(run: _Run, position: Position) -> dict[str, Any]:
     }
 
 
-def _notices(texts: Sequence[str]) -> Iterator[Event]:
-    yield from (Notice(stage=STAGE, text=text) for text in texts)
-
-
-def _title(job: Job) -> str:
-    recipe = job.recipe
-    lora = recipe.train.method == "lora"
-    return f"train a rank {recipe.lora.rank} adapter" if lora else "train every weight"
+def _notices(job: Job, texts: Sequence[str]) -> Iterator[Event]:
+    yield from (Notice(stage=job.stage, text=text) for text in texts)
 
 
 def _device(run: _Run) -> str:

@@ -18,6 +18,7 @@ from pippin.engines.arrays import adapted
 from pippin.engines.host import steady_heap
 from pippin.engines.torch import device as devices
 from pippin.engines.torch.body import find_head
+from pippin.engines.torch.coded import CodesTrainer, take_codes
 from pippin.engines.torch.fisher import loss_moments
 from pippin.engines.torch.generate import generate
 from pippin.engines.torch.layered import LayeredModel, load_layered
@@ -31,6 +32,7 @@ from pippin.engines.torch.rows import Rows
 from pippin.engines.torch.score import logprobs, topk
 from pippin.engines.torch.trainer import TorchTrainer
 from pippin.errors import ModelError
+from pippin.model.quantized import DenseView
 from pippin.model.weights import Tensors
 from pippin.recipe import Lora, Train
 
@@ -161,6 +163,19 @@ class TorchModel:
         else:
             trainable = lora_parameters(self.network, lora, weights)
         return TorchTrainer(self.network, trainable, train, seed)
+
+    def codes_trainer(self, train: Train, seed: int) -> CodesTrainer:
+        """A trainer of the scales and zero points in this model's own folder; takes it over.
+
+        Raises ModelError where the folder holds no codes in a decoder layer.
+        """
+        coded = take_codes(self.network, DenseView(self.checkpoint), seed)
+        if not coded:
+            raise ModelError(
+                f"{self.checkpoint} has no quantized linear in its layers",
+                "set qat.steps = 0, or leave fewer tensors out by quantize.keep",
+            )
+        return CodesTrainer(self.network, coded, train, seed)
 
 
 def _add_saved_adapter(network: PreTrainedModel, folder: Path) -> None:
