@@ -82,6 +82,22 @@ def test_scores_and_tokens_equal_the_cpus(kind, tiny, engine, cuda, samples):
     assert list(ours.generate(samples, sampling)) == list(exact.generate(samples, sampling))
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3"])
+def test_recorded_steps_say_what_plain_ones_do(kind, tiny, cuda, samples, monkeypatch):
+    from pippin.engines.torch import generate
+
+    model, recorded = cuda.load(tiny(kind), "float32"), []
+    find = generate._Group._recorded
+    monkeypatch.setattr(
+        generate._Group, "_recorded", lambda *a: recorded.append(find(*a)) or recorded[-1]
+    )
+    sampling = Sampling(max_tokens=12, stop=frozenset(range(3, 20)))
+    ours = list(model.generate(samples, sampling))
+    assert (recorded[0] is None) == (kind == "gemma3")  # which has windows
+    monkeypatch.setattr(generate._Group, "_recorded", lambda *_: None)
+    assert list(model.generate(samples, sampling)) == ours
+
+
 def test_the_figures_are_the_devices(cuda):
     assert cuda.device().startswith("cuda (")
     assert cuda.dtype("auto") == "bfloat16"

@@ -63,6 +63,33 @@ def test_decode_logits_equal_prefill_logits(kind, tiny, engine, prompts, monkeyp
             torch.testing.assert_close(decoded[rows.index(row)], wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_steps_over_fixed_buffers_give_the_caches_logits(kind, tiny, engine, prompts, monkeypatch):
+    """What CUDA records, as plain calls: rows of different lengths, one of which ends early."""
+    from pippin.engines.torch import generate
+    from pippin.engines.torch.replay import Replay
+
+    model, plain = engine.load(tiny(kind), "float32"), generate._Group._plain
+    seen, replays = [], []
+
+    def both(group):
+        wanted = plain(group)
+        if group.cache.get_seq_length() == 10:
+            group.places = {number: place for place, number in enumerate(group.rows.numbers)}
+            replays.append(Replay(group.network, group.cache, group.rows.mask_BT, 8))
+        if replays:
+            seen.append((len(group.rows.numbers), group._replayed(replays[0]), wanted))
+        return wanted
+
+    monkeypatch.setattr(generate._Group, "_plain", both)
+    free = columns(list(model.generate(prompts, Sampling(max_tokens=6))), 4)
+    replays.clear()
+    list(model.generate(prompts, Sampling(max_tokens=6, stop=frozenset([free[1][3]]))))
+    assert {rows for rows, *_ in seen} >= {4, 3}
+    for _, ours, wanted in seen:
+        torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_rows_end_at_stop_tokens_and_the_rest_goes_on(tiny, engine, prompts):
     model = engine.load(tiny("llama"), "float32")
     free = columns(list(model.generate(prompts, Sampling(max_tokens=10))), 4)

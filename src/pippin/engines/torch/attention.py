@@ -93,7 +93,7 @@ def packed_attention(
     """transformers' attention signature: (1, H, T, C) and (1, K, T, C) -> (1, T, H, C)."""
     assert packing is not None, f"{type(module).__name__} does not pass `packing` on"
     assert attention_mask is None, "packed attention takes no mask"
-    rule = _rule(query, kwargs)
+    rule = rule_of(query, kwargs)
     if packing.seen is not None:
         packing.seen.update(_asks(rule))
     fused = rule.plain and rule.dropout == 0.0 and not packing.math
@@ -112,7 +112,8 @@ def _asks(rule: Rule) -> list[str]:
     return [name for name, wanted in asked.items() if wanted]
 
 
-def _rule(query: Tensor, kwargs: dict[str, Any]) -> Rule:
+def rule_of(query: Tensor, kwargs: dict[str, Any]) -> Rule:
+    """From what transformers tells an attention function."""
     scale = kwargs.get("scaling")
     return Rule(
         scale=query.shape[-1] ** -0.5 if scale is None else scale,
