@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 import common
-from bench_lora_gpu import device, network, release
+from bench_lora_gpu import network
+from gpu_common import device, release
 
 PROMPT, FIRST, TOKENS, GROUP = 64, 8, 136, 64
 

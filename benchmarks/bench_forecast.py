@@ -51,7 +51,7 @@ def main() -> None:
 
 def gpu() -> tuple[str, int]:
     """Its name and memory in GB; children do without what this imports."""
-    from bench_lora_gpu import device
+    from gpu_common import device
 
     return device()
 

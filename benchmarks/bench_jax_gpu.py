@@ -1,4 +1,4 @@
-"""LoRA training in JAX on one CUDA device: the model, adapter and samples of bench_lora_gpu.py.
+"""LoRA training in JAX on one CUDA device: the model, adapter and samples of gpu_common.py.
 
 pippin packs the samples into rows of 1,024 tokens; tunix's own model and loss, with qwix's adapter,
 take padded batches (`--peer`, where both can be imported). Only real tokens count.
@@ -7,7 +7,6 @@ take padded batches (`--peer`, where both can be imported). Only real tokens cou
 import json
 import tempfile
 import time
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,35 +14,23 @@ from typing import Any
 import numpy as np
 
 import common
-from bench_lora_gpu import (
+from gpu_common import (
     OPEN_LLAMA_3B,
     RATE,
+    Run,
     adapter_of,
+    describe,
     device,
     matmul_flops,
     samples,
     seconds_per_token,
+    speed_row,
 )
 from pippin import recipe
 from pippin.data.batches import Batch, BatchPlan, lay_out
 
 NAME = "w1-bf16"
 WARM, STEPS, PEER_ROWS, PEER_STEPS = 3, 20, 16, 8
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
-    """What one configuration gave: real tokens a second by step, bytes, nats."""
-
-    speeds: list[float]
-    peak: int
-    loss: float
-    compiling: float
-
-    @property
-    def speed(self) -> float:
-        """Real tokens a second: the median step's."""
-        return float(np.median(self.speeds))
 
 
 def main() -> None:
@@ -71,24 +58,13 @@ def rows_of(runs: dict[str, Run], peers: dict[str, float], rate: float) -> list[
     layout = max(runs, key=lambda name: runs[name].speed)
     best = runs[layout]
     limit = 1.0 / seconds_per_token(NAME, {"bf16": rate})
+    notes = {
+        "rows x tokens": layout,
+        "matmul TFLOP/s": round(rate / 1e12),
+        "other layouts": {n: round(r.speed) for n, r in runs.items() if n != layout},
+    }
     return [
-        common.Row(
-            name="jax-w1-bf16",
-            value=round(best.speed),
-            unit="real tokens per second",
-            better="higher",
-            limit=round(limit),
-            share_of_limit=round(best.speed / limit, 3),
-            peers=peers,
-            spread=round(float(np.std(best.speeds) / np.mean(best.speeds)), 3),
-            notes={
-                "rows x tokens": layout,
-                "peak GiB": round(best.peak / 2**30, 1),
-                "first loss": round(best.loss, 4),
-                "matmul TFLOP/s": round(rate / 1e12),
-                "other layouts": {n: round(r.speed) for n, r in runs.items() if n != layout},
-            },
-        ),
+        speed_row("jax-w1-bf16", best, limit, peers, notes),
         common.Row(
             name="jax-compile-seconds-gpu",
             value=round(best.compiling, 1),
@@ -98,14 +74,6 @@ def rows_of(runs: dict[str, Run], peers: dict[str, float], rate: float) -> list[
             share_of_limit=round(best.compiling / 20.0, 3),
         ),
     ]
-
-
-def describe(run: Run) -> str:
-    """A line to read while it runs."""
-    return (
-        f"{run.speed:.0f} tok/s, {run.peak / 2**30:.1f} GiB, loss {run.loss:.4f}, "
-        f"compiled in {run.compiling:.1f} s"
-    )
 
 
 def pippin(rows: int, tokens: int) -> Run:

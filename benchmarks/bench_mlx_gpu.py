@@ -1,4 +1,4 @@
-"""The MLX engine beside mlx-lm on one CUDA device: LoRA training of bench_lora_gpu's w1, decoding.
+"""The MLX engine beside mlx-lm on one CUDA device: LoRA training of gpu_common's w1, decoding.
 
 Both take mlx-lm's own Llama with random weights. mlx-lm's step is its compiled one over batches of
 samples of like length, padded; pippin packs. Only real tokens count. Every batch is taken twice and
@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-import bench_lora_gpu as lora_gpu
 import common
+import gpu_common
 from pippin import recipe
 from pippin.data.batches import BatchPlan
 from pippin.engines import Sampling
 
-LORA = lora_gpu.ADAPTERS["w1"]
+LORA = gpu_common.ADAPTERS["w1"]
 ROOM = 45 << 30  # bytes; the fastest packing within it counts
 BATCHES = 12
 PROMPT, TOKENS, TURNS = 64, 128, 24  # turns: the host sets the pace, and it wavers by a fifth
@@ -38,7 +38,7 @@ def main() -> None:
         rows.append(training_row(options))
     if "decode" in options.only:
         rows.append(decoding_row())
-    common.report(rows, options.save, lora_gpu.device())
+    common.report(rows, options.save, gpu_common.device())
 
 
 def training_row(options: argparse.Namespace) -> common.Row:
@@ -48,34 +48,24 @@ def training_row(options: argparse.Namespace) -> common.Row:
     ours = {}
     for tokens in map(int, options.tokens.split(",")):
         ours[tokens] = pippin(tokens)
-        print("pippin", tokens, lora_gpu.describe(ours[tokens]), flush=True)
+        print("pippin", tokens, gpu_common.describe(ours[tokens]), flush=True)
     theirs = {}
     for size in map(int, filter(None, options.peer.split(","))):
         theirs[size] = mlx_lm(size)
-        print("mlx-lm", size, lora_gpu.describe(theirs[size]), flush=True)
+        print("mlx-lm", size, gpu_common.describe(theirs[size]), flush=True)
     fitting = [t for t, run in ours.items() if run.peak <= ROOM] or list(ours)
     tokens = max(fitting, key=lambda t: ours[t].speed)
     best = ours[tokens]
-    limit = 1.0 / lora_gpu.seconds_per_token("w1-bf16", {"bf16": rate})
-    return common.Row(
-        name="mlx-w1-bf16",
-        value=round(best.speed),
-        unit="real tokens per second",
-        better="higher",
-        limit=round(limit),
-        share_of_limit=round(best.speed / limit, 3),
-        peers={f"mlx-lm, batch {size}": round(run.speed) for size, run in theirs.items()},
-        spread=round(float(np.std(best.speeds) / np.mean(best.speeds)), 3),
-        notes={
-            "tokens a step": tokens,
-            "peak GiB": round(best.peak / 2**30, 1),
-            "mlx-lm's peak GiB": {str(n): round(r.peak / 2**30, 1) for n, r in theirs.items()},
-            "first loss": round(best.loss, 4),
-            "tokens a step: speed, peak GiB": {
-                str(t): [round(r.speed), round(r.peak / 2**30, 1)] for t, r in ours.items()
-            },
+    limit = 1.0 / gpu_common.seconds_per_token("w1-bf16", {"bf16": rate})
+    peers = {f"mlx-lm, batch {size}": round(run.speed) for size, run in theirs.items()}
+    notes = {
+        "tokens a step": tokens,
+        "mlx-lm's peak GiB": {str(size): run.gib for size, run in theirs.items()},
+        "tokens a step: speed, peak GiB": {
+            str(t): [round(run.speed), run.gib] for t, run in ours.items()
         },
-    )
+    }
+    return gpu_common.speed_row("mlx-w1-bf16", best, limit, peers, notes)
 
 
 def decoding_row() -> common.Row:
@@ -125,7 +115,7 @@ def make_network() -> Any:
     from pippin.engines.mlx.attention import accept_positions
 
     mx.random.seed(0)
-    network = llama.Model(llama.ModelArgs(model_type="llama", **lora_gpu.OPEN_LLAMA_3B))
+    network = llama.Model(llama.ModelArgs(model_type="llama", **gpu_common.OPEN_LLAMA_3B))
     network.set_dtype(mx.bfloat16)
     accept_positions(network)
     network.freeze()
@@ -138,12 +128,12 @@ def loaded(network: Any) -> Any:
     """What our engine makes of a network."""
     from pippin.engines.mlx.body import Loaded, find_head
 
-    head = find_head(network, lora_gpu.OPEN_LLAMA_3B)
+    head = find_head(network, gpu_common.OPEN_LLAMA_3B)
     assert head is not None, "the head is no plain product"
     return Loaded(network=network, head=head, longest=None, notices=())
 
 
-def pippin(tokens: int) -> lora_gpu.Run:
+def pippin(tokens: int) -> gpu_common.Run:
     """Our trainer over our packing, `tokens` in one row a step."""
     import mlx.core as mx
 
@@ -154,36 +144,36 @@ def pippin(tokens: int) -> lora_gpu.Run:
 
     pick_device("cuda")
     network = make_network()
-    hidden = lora_gpu.OPEN_LLAMA_3B["hidden_size"]
+    hidden = gpu_common.OPEN_LLAMA_3B["hidden_size"]
     linears = {
         f"model.layers.{layer}.self_attn.{target}": (hidden, hidden)
         for layer in range(len(network.layers))
         for target in LORA.targets
     }
     places = lora_places(network, LORA, new_adapter(linears, LORA, seed=0))
-    train = recipe.Train(row_tokens=tokens, learning_rate=lora_gpu.RATE)
+    train = recipe.Train(row_tokens=tokens, learning_rate=gpu_common.RATE)
     trained = MlxTrainer(loaded(network), places, train, 0)
-    plan = BatchPlan(lora_gpu.samples(), train, seed=0)
+    plan = BatchPlan(gpu_common.samples(), train, seed=0)
     mx.reset_peak_memory()
     results, rates = [], []
     for number in range(BATCHES):
         batches = plan.batches(number)
         for upcoming in (number, number + 1):
             start = time.perf_counter()
-            results.append(trained.step(batches, lora_gpu.RATE, partial(plan.batches, upcoming)))
+            results.append(trained.step(batches, gpu_common.RATE, partial(plan.batches, upcoming)))
             spent = time.perf_counter() - start
         rates.append(sum(batch.real_tokens for batch in batches) / spent)
     return run_of(rates, results[0].loss_sum / results[0].tokens, results[0].grad_norm)
 
 
-def run_of(rates: list[float], loss: float, norm: float) -> lora_gpu.Run:
+def run_of(rates: list[float], loss: float, norm: float) -> gpu_common.Run:
     """With the allocator's peak."""
     import mlx.core as mx
 
-    return lora_gpu.Run(speeds=rates, peak=mx.get_peak_memory(), loss=loss, grad_norm=norm)
+    return gpu_common.Run(speeds=rates, peak=mx.get_peak_memory(), loss=loss, grad_norm=norm)
 
 
-def mlx_lm(size: int) -> lora_gpu.Run:
+def mlx_lm(size: int) -> gpu_common.Run:
     """mlx-lm's loss, batches and compiled step; `size` samples of like length."""
     import mlx.core as mx
     import mlx.optimizers as optimizers
@@ -195,7 +185,7 @@ def mlx_lm(size: int) -> lora_gpu.Run:
     keys = [f"self_attn.{target}" for target in LORA.targets]
     settings = {"rank": LORA.rank, "scale": LORA.scale, "dropout": 0.0, "keys": keys}
     linear_to_lora_layers(network, len(network.layers), settings)
-    optimizer = optimizers.AdamW(learning_rate=lora_gpu.RATE)
+    optimizer = optimizers.AdamW(learning_rate=gpu_common.RATE)
     gradient = nn.value_and_grad(network, default_loss)
     state = [network.state, optimizer.state]
 
@@ -220,7 +210,7 @@ def mlx_lm(size: int) -> lora_gpu.Run:
 
 def batches_of(size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Samples sorted by length and padded to multiples of 32, batches in random order."""
-    ordered = sorted(lora_gpu.samples(), key=lambda sample: len(sample.tokens))
+    ordered = sorted(gpu_common.samples(), key=lambda sample: len(sample.tokens))
     starts = np.arange(0, len(ordered) - size, size)
     for start in np.random.default_rng(0).permutation(starts)[:BATCHES]:
         group = ordered[start : start + size]
