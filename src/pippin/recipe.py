@@ -20,7 +20,7 @@ Method: TypeAlias = Literal["lora", "full"]
 FrozenDType: TypeAlias = Literal["auto", "float8"]
 Schedule: TypeAlias = Literal["cosine", "linear", "constant"]
 QuantizerName: TypeAlias = Literal["awq", "best", "gptq", "hqq", "mse", "rtn"]
-Scheme: TypeAlias = Literal["symmetric", "affine"]
+Scheme: TypeAlias = Literal["symmetric", "affine", "k"]
 Importance: TypeAlias = Literal["loss", "inputs"]
 TargetName: TypeAlias = Literal[
     "coreai",
@@ -165,7 +165,11 @@ class Quantize:
     )
     bits: Literal[2, 3, 4, 5, 6, 8] = key(4, "bits of a linear's codes")
     group_size: Literal[0, 32, 64, 128] = key(64, "weights that share a scale; 0 is per channel")
-    scheme: Scheme = key("affine", "symmetric codes around zero, or affine from minimum to maximum")
+    scheme: Scheme = key(
+        "affine",
+        "symmetric codes around zero, affine from minimum to maximum, or as GGUF's K types have "
+        "them (k): scales that are multiples of one for 256 weights take half the bits",
+    )
     embed_bits: Literal[2, 3, 4, 5, 6, 8, 16] = key(8, "bits of embedding and head; 16 leaves them")
     embed_group_size: Literal[0, 32, 64, 128] = key(64, "group size of embedding and head")
     embed_scheme: Scheme = key("affine", "scheme of embedding and head")

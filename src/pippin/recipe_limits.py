@@ -6,6 +6,7 @@ from typing import TypeAlias
 
 from pippin.figures import bytes_of
 from pippin.quantizers import CALIBRATED
+from pippin.quantizers.nested import GROUP, MOST
 from pippin.recipe import BUDGETS, Gates, Quantize, Recipe
 
 
@@ -204,12 +205,41 @@ def _quantizing(asked: Quantize) -> Iterator[Contradiction]:
             'set quantize.method = "gptq" and recover_tokens = 0, or sequential = false',
         )
     schemes = {"scheme": asked.scheme, "embed_scheme": asked.embed_scheme}
+    yield from _nesting(asked)
     if asked.method == "hqq" and "symmetric" in schemes.values():
         yield (
             ("quantize", "method"),
             "hqq moves zero points, which symmetric codes have none of",
             'set quantize.scheme and quantize.embed_scheme = "affine", or use mse',
         )
+
+
+def _nesting(asked: Quantize) -> Iterator[Contradiction]:
+    parts = (
+        ("", asked.scheme, asked.bits, asked.group_size),
+        ("embed_", asked.embed_scheme, asked.embed_bits, asked.embed_group_size),
+    )
+    for prefix, scheme, bits, group_size in parts:
+        if scheme != "k" or bits == 16:
+            continue
+        if bits not in MOST:
+            yield (
+                ("quantize", f"{prefix}bits"),
+                f"no K type has {bits} bits",
+                f"set it to one of {', '.join(map(str, MOST))}, or scheme to symmetric",
+            )
+        if group_size != GROUP:
+            yield (
+                ("quantize", f"{prefix}group_size"),
+                f"the K types have groups of {GROUP}",
+                f"set quantize.{prefix}group_size = {GROUP}",
+            )
+        if asked.recover_tokens or asked.budget:
+            yield (
+                ("quantize", f"{prefix}scheme"),
+                "scales of scales are neither tuned nor given bits under a budget",
+                "leave out recover_tokens and the budget, or take another scheme",
+            )
 
 
 def _on_codes(recipe: Recipe) -> Iterator[Contradiction]:

@@ -13,10 +13,12 @@ from tests.tiny_runs import write_speaking_model
 from pippin.engines import Sampling
 from pippin.errors import ModelError, PippinError
 from pippin.events import Notice
-from pippin.model.quantized import DenseView, dense_tensors
-from pippin.quantizers import Grid
+from pippin.model.quantized import DenseView, dense_tensors, dequantize
+from pippin.quantizers import Grid, load_quantizer
+from pippin.quantizers.nested import MOST, nested_grid
 from pippin.recipe import Quantize
 from pippin.targets import Bundle, load_target
+from pippin.targets.folder import Affine
 
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.torch, pytest.mark.gguf]
@@ -130,6 +132,46 @@ def test_every_grid_has_a_type_that_loses_nothing(quantized, grid, kind):
     assert any(f"{grid.bits} bits are stored as {kind}" in text for text in said) == (
         grid.bits in (2, 3, 6)
     )
+
+
+@pytest.mark.parametrize("bits", MOST)
+def test_k_types_hold_nested_codes_exactly(bits):
+    """Codes, multiples and steps at their ends; gguf's own reader takes the bytes apart."""
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize as read
+
+    from pippin.targets.gguf.superblocks import pack_superblocks
+
+    grid, rng = nested_grid(bits), np.random.default_rng(bits)
+    weight_OI = rng.standard_normal((6, 768), np.float32) * np.exp(rng.normal(size=(6, 768)))
+    weight_OI[0], weight_OI[1, :256], weight_OI[2, :256] = 0, 1e-6 * weight_OI[1, :256], 3.0
+    codes = load_quantizer("rtn").quantize(weight_OI, grid, back_dtype())
+    matrix = Affine(
+        bits=bits,
+        codes_OI=codes.codes_OI,
+        scales_OG=codes.scales_OG.astype(np.float32),
+        biases_OG=codes.biases_OG.astype(np.float32),
+    )
+    found = read(pack_superblocks("x", matrix), GGMLQuantizationType[f"Q{bits}_K"])
+    expected = dequantize(codes.codes_OI, codes.scales_OG, codes.biases_OG)
+    np.testing.assert_array_equal(found, expected)
+    assert codes.codes_OI.max() == 2**bits - 1
+    bent = replace(matrix, scales_OG=matrix.scales_OG * np.float32(1.01))
+    with pytest.raises(ModelError, match="scales of x are no multiples"):
+        pack_superblocks("x", bent)
+
+
+def test_a_file_of_k_types_is_read_by_others(quantized):
+    from gguf import GGUFReader
+
+    folder = quantized("wide", grids(nested_grid(4), nested_grid(6)))
+    path = deploy(folder) / "model.gguf"
+    reader = GGUFReader(path)
+    assert {t.tensor_type.name for t in reader.tensors} == {"Q4_K", "Q6_K", "F32"}
+    assert int(reader.fields["general.file_type"].contents()) == 14
+    expected = parent(folder).topk(PROMPT[None], 320)
+    found = np.take_along_axis(peer(path), expected.ids_BTK[0], -1)
+    np.testing.assert_allclose(found, expected.logprobs_BTK[0], atol=1e-4)
 
 
 def test_dense_tensors_keep_their_dtype(quantized):

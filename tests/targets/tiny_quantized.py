@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pippin.model.quantized import pack
+from pippin.model.quantized import GRIDS_KEY, pack
 from pippin.quantizers import Grid, load_quantizer
 
 CHATML = (
@@ -59,6 +59,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
+    "wide": ("LlamaConfig", {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512}),
     "qwen2": ("Qwen2Config", {}),
     "qwen3": ("Qwen3Config", {}),
 }
@@ -99,6 +100,7 @@ def write_quantized(
 
     quantization: dict[str, Any] = {"group_size": 32, "bits": 4}
     tensors: dict[str, Any] = {}
+    nested: dict[str, Any] = {}
     for name, value in state.items():
         module = name.removesuffix(".weight")
         grid = choose(module) if value.ndim == 2 else None
@@ -106,9 +108,11 @@ def write_quantized(
             tensors[name] = value
             continue
         quantization[module] = {"group_size": grid.group_size, "bits": grid.bits}
+        if grid.nested:
+            nested[module] = {"symmetric": grid.symmetric, "nested": True}
         tensors |= _quantize(module, value, grid)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    text = json.dumps({**config, "quantization": quantization})
+    text = json.dumps({**config, "quantization": quantization, GRIDS_KEY: nested})
     (folder / "config.json").write_text(text)
 
 

@@ -94,6 +94,7 @@ def layout(config: ModelConfig, name: str) -> Grid | None:
         group_size=entry["group_size"],
         symmetric=grid.get("symmetric", False),
         per_channel=grid.get("per_channel", False),
+        nested=grid.get("nested", False),
     )
 
 

@@ -45,12 +45,16 @@ CALIBRATED = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grid:
-    """How one tensor is cut up: value = code * scale + bias, a scale and a bias for each group."""
+    """How one tensor is cut up: value = code * scale + bias, a scale and a bias for each group.
+
+    `nested` grids have scales of scales, see nested.py.
+    """
 
     bits: int
     group_size: int
     symmetric: bool
     per_channel: bool = False
+    nested: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

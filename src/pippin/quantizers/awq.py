@@ -20,6 +20,7 @@ from pippin.model.quantized import dequantize
 from pippin.quantizers import Codes, Grid, Quantizer
 from pippin.quantizers.groups import Grids, finish, in_groups, nearest, shared
 from pippin.quantizers.hessian import Hessian
+from pippin.quantizers.nested import nest
 from pippin.quantizers.rtn import Rtn, plain_grids
 
 # Powers that are tried; zero leaves the weights as they are.
@@ -86,7 +87,7 @@ def clipped_grids(
         better_OG = error_OG < least_OG
         least_OG = np.minimum(error_OG, least_OG)
         best = np.where(better_OG, grids[0], best[0]), np.where(better_OG, grids[1], best[1])
-    return best
+    return nest(best, grid)
 
 
 def _blocks(matrix_II: NDArray[np.float32], size: int) -> NDArray[np.float32]:

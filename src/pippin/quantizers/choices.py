@@ -12,7 +12,8 @@ from pippin.model.config import ModelConfig, with_rope_keys
 from pippin.model.quantized import GRIDS_KEY
 from pippin.model.weights import Shaped, Spec, Tensors
 from pippin.quantizers import Grid
-from pippin.recipe import Quantize
+from pippin.quantizers.nested import GROUP, INSTEAD, SUPER, nested_grid
+from pippin.recipe import Quantize, Scheme
 
 _GROUPS = (128, 64, 32)
 _FLOATS = ("float32", "bfloat16", "float16")
@@ -57,15 +58,15 @@ def _choose(name: str, info: Shaped, config: ModelConfig, settings: Quantize) ->
     if len(info.shape) == 2 and (names.is_embedding(module) or names.is_head(module)):
         if settings.embed_bits == 16:
             return Choice(grid=None, why="embed_bits = 16")
-        symmetric = settings.embed_scheme == "symmetric"
-        return _fit(info.shape, settings.embed_bits, settings.embed_group_size, symmetric)
+        return _fit(
+            info.shape, settings.embed_bits, settings.embed_group_size, settings.embed_scheme
+        )
     if names.is_linear(name, info.shape):
-        symmetric = settings.scheme == "symmetric"
-        return _fit(info.shape, settings.bits, settings.group_size, symmetric)
+        return _fit(info.shape, settings.bits, settings.group_size, settings.scheme)
     return Choice(grid=None, why="no linear of a decoder layer")
 
 
-def _fit(shape: tuple[int, ...], bits: int, group_size: int, symmetric: bool) -> Choice:
+def _fit(shape: tuple[int, ...], bits: int, group_size: int, scheme: Scheme) -> Choice:
     """The asked group size, or the nearest smaller one that divides the width."""
     width = shape[1]
     sizes = [g for g in _GROUPS if g <= (group_size or max(_GROUPS)) and width % g == 0]
@@ -74,8 +75,20 @@ def _fit(shape: tuple[int, ...], bits: int, group_size: int, symmetric: bool) ->
     size = sizes[0]
     other = group_size not in (0, size)
     why = f"groups of {size}: {group_size} does not divide {width}" if other else ""
+    if scheme == "k":
+        return _nested(width, bits)
+    symmetric = scheme == "symmetric"
     grid = Grid(bits=bits, group_size=size, symmetric=symmetric, per_channel=group_size == 0)
     return Choice(grid=grid, why=why)
+
+
+def _nested(width: int, bits: int) -> Choice:
+    """Scales of scales; plain ones of a bit or two more, as llama.cpp has it, for other widths."""
+    if width % SUPER == 0:
+        return Choice(grid=nested_grid(bits))
+    instead = INSTEAD[bits]
+    why = f"{SUPER} does not divide {width}: codes of {instead.bits} bits in groups of {GROUP}"
+    return Choice(grid=instead, why=why)
 
 
 def _kept_by(pattern: str, name: str) -> bool:
@@ -125,10 +138,11 @@ def _default(choices: dict[str, Choice], settings: Quantize) -> Grid:
     linears = [c.grid for n, c in choices.items() if c.grid and names.layer(n) is not None]
     if linears:
         return max(set(linears), key=linears.count)
-    asked = _fit((1, 128), settings.bits, settings.group_size, settings.scheme == "symmetric").grid
+    asked = _fit((1, SUPER), settings.bits, settings.group_size, settings.scheme).grid
     assert asked is not None
     return asked
 
 
 def _special(grid: Grid) -> dict[str, bool]:
-    return {"symmetric": grid.symmetric, "per_channel": grid.per_channel}
+    nested = {"nested": True} if grid.nested else {}
+    return {"symmetric": grid.symmetric, "per_channel": grid.per_channel, **nested}

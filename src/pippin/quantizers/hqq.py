@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from pippin.quantizers import Codes, Grid, Quantizer
 from pippin.quantizers.groups import Grids, finish, in_groups, nearest, round_to
 from pippin.quantizers.hessian import Hessian
+from pippin.quantizers.nested import nest
 from pippin.quantizers.rtn import plain_grids
 
 # The published settings: the norm, the weight of the split, its growth, and how often it is made.
@@ -36,7 +37,7 @@ class Hqq:
         grids = plain_grids(groups_OGS, grid, dtype)
         if not grid.symmetric:
             scales_OG, biases_OG = moved(groups_OGS, grids, grid.bits)
-            grids = round_to(scales_OG, dtype), round_to(biases_OG, dtype)
+            grids = nest((round_to(scales_OG, dtype), round_to(biases_OG, dtype)), grid)
         return finish(nearest(groups_OGS, grids, grid.bits), grids, grid, dtype)
 
 

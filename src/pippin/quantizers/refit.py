@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from pippin.quantizers import Grid
 from pippin.quantizers.groups import Grids, round_to, symmetric_bias
 from pippin.quantizers.hessian import Hessian
+from pippin.quantizers.nested import nest
 
 Floats = NDArray[np.float32]
 # Rows that are solved at once: the work holds rows x inputs floats a few times over.
@@ -117,9 +118,10 @@ class _System:
         open_RG = ~((scales_RG > 0) & np.isfinite(scales_RG))
         scales_RG[open_RG] = old[0][open_RG]
         if self.grid.symmetric:
-            return scales_RG, symmetric_bias(scales_RG, self.grid.bits)
+            symmetric = scales_RG, symmetric_bias(scales_RG, self.grid.bits)
+            return nest(symmetric, self.grid)
         biases_RG = round_to(found_RU[:, groups:] - self.half * scales_RG, self.dtype)
-        return scales_RG, biases_RG
+        return nest((scales_RG, biases_RG), self.grid)
 
     def error(self, grids_RU: NDArray[np.float64]) -> NDArray[np.float64]:
         """E H E^T of every row, but for a constant."""

@@ -24,6 +24,7 @@ from pippin.quantizers.groups import (
     symmetric_bias,
 )
 from pippin.quantizers.hessian import Hessian
+from pippin.quantizers.nested import nest
 
 
 class Rtn:
@@ -54,7 +55,7 @@ def make_quantizer() -> Quantizer:
 def plain_grids(groups_OGS: NDArray[np.float32], grid: Grid, dtype: np.dtype[Any]) -> Grids:
     """Scales and biases from each group's own extremes."""
     find = _symmetric if grid.symmetric else _affine
-    return find(groups_OGS, grid.bits, dtype)
+    return nest(find(groups_OGS, grid.bits, dtype), grid)
 
 
 def _affine(groups_OGS: NDArray[np.float32], bits: int, dtype: np.dtype[Any]) -> Grids:

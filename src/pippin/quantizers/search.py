@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from pippin.quantizers import Grid
 from pippin.quantizers.groups import MIN_SCALE, Grids, nearest, round_to, symmetric_bias
+from pippin.quantizers.nested import nest
 from pippin.quantizers.rtn import plain_grids
 
 # Shares of the group's range that the candidates cover.
@@ -39,7 +40,7 @@ def search_grids(
         search = _Search(groups_OGS[start : start + step], weights_GS, grid, dtype)
         for whole, found in zip(grids, search.run(), strict=True):
             whole[start : start + step] = found
-    return grids
+    return nest(grids, grid)
 
 
 class _Search:

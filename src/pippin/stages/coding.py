@@ -140,6 +140,7 @@ class Coder:
         error = self._write_codes(name, choice.grid, method, hessian)
         scheme = "symmetric" if choice.grid.symmetric else "affine"
         return Row(
+        scheme = "k" if choice.grid.nested else scheme
             name=name,
             shape=info.shape,
             scheme=scheme + (" per channel" if choice.grid.per_channel else ""),

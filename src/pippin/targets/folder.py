@@ -16,6 +16,7 @@ from pippin.errors import ModelError
 from pippin.model.config import read_config
 from pippin.model.quantized import layout, unpack
 from pippin.model.weights import Checkpoint
+from pippin.quantizers import Grid
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,14 +66,18 @@ class Folder:
         """True where the module's weight is stored as codes."""
         return f"{module}.scales" in self._checkpoint.tensors
 
+    def is_nested(self, module: str) -> bool:
+        """True where a quantized module has scales of scales."""
+        return self._layout(module).nested
+
     def grid(self, module: str) -> tuple[int, bool]:
         """Bits of a quantized module's codes, and whether they are symmetric."""
-        bits = self._bits(module)
+        bits = self._layout(module).bits
         return bits, _is_symmetric(bits, *self._scales(module))
 
     def affine(self, module: str) -> Affine:
         """The codes, scales and biases of a quantized module, bit for bit."""
-        packed, bits = self._read(f"{module}.weight"), self._bits(module)
+        packed, bits = self._read(f"{module}.weight"), self._layout(module).bits
         scales_OG, biases_OG = self._scales(module)
         if _constant(scales_OG) and _constant(biases_OG):
             scales_OG, biases_OG = scales_OG[:, :1].copy(), biases_OG[:, :1].copy()
@@ -83,10 +88,10 @@ class Folder:
             biases_OG=biases_OG,
         )
 
-    def _bits(self, module: str) -> int:
+    def _layout(self, module: str) -> Grid:
         grid = layout(self.config, module)
         assert grid is not None, module
-        return grid.bits
+        return grid
 
     def _scales(self, module: str) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         scales_OG, biases_OG = self._read(f"{module}.scales"), self._read(f"{module}.biases")

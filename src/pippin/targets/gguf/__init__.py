@@ -2,6 +2,7 @@
 
 constraint.py   what the format can hold, asked before any work
 blocks.py       codes and scales as GGML's blocks
+superblocks.py  codes and scales of scales as its K types
 tensors.py      names and row orders of the architectures
 metadata.py     the architecture's figures
 vocabulary.py   the tokenizer
@@ -34,9 +35,9 @@ class Gguf:
 
     def stored_bits(self, grid: Grid, inputs: int) -> float:
         """Of the type that holds such codes: 2 and 3 bits lie in blocks of 4-bit codes."""
-        from pippin.targets.gguf.blocks import type_bits
+        from pippin.targets.gguf.blocks import block_type, type_bits
 
-        return type_bits(grid.bits, grid.symmetric)
+        return type_bits(block_type(grid.bits, grid.symmetric, grid.nested))
 
     def write(self, bundle: Bundle) -> Iterator[Event]:
         """Make, describe and check the bundle. Raises what writing.write raises."""

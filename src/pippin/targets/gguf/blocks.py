@@ -9,6 +9,7 @@ Shape letters: O outputs, I inputs, G groups, N blocks of a row, B weights of a 
 
 from typing import Any
 
+import gguf
 import numpy as np
 from numpy.typing import NDArray
 
@@ -21,15 +22,17 @@ _AFFINE = {2: "Q4_1", 3: "Q4_1", 4: "Q4_1", 5: "Q5_1"}
 _BITS = {"Q4_0": 4, "Q4_1": 4, "Q5_0": 5, "Q5_1": 5, "Q8_0": 8}
 
 
-def block_type(bits: int, symmetric: bool) -> str:
+def block_type(bits: int, symmetric: bool, nested: bool = False) -> str:
     """The smallest of GGML's types that holds such codes exactly; "" where there is none."""
+    if nested:
+        return f"Q{bits}_K"
     return (_SYMMETRIC if symmetric else _AFFINE).get(bits, "")
 
 
-def type_bits(bits: int, symmetric: bool) -> float:
-    """Bits of a weight in that type, the float16s of its block counted."""
-    assert block_type(bits, symmetric), (bits, symmetric)
-    return _BITS[block_type(bits, symmetric)] + (16 if symmetric else 32) / BLOCK
+def type_bits(kind: str) -> float:
+    """Bits of a weight in a type, what its block has beside the codes counted."""
+    weights, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    return 8 * size / weights
 
 
 def pack_blocks(name: str, matrix: Affine) -> NDArray[np.uint8]:

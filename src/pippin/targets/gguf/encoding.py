@@ -12,6 +12,7 @@ from pippin.model.names import module
 from pippin.model.quantized import DenseView
 from pippin.targets.folder import Folder
 from pippin.targets.gguf.blocks import block_type, pack_blocks
+from pippin.targets.gguf.superblocks import pack_superblocks
 from pippin.targets.gguf.tensors import Place, places
 
 _DENSE = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -54,7 +55,8 @@ class Encoder:
         """The tensor's bytes, of `byte_shape`. Raises ModelError where a value would change."""
         if entry.bits is not None:
             matrix = module(entry.source)
-            data = pack_blocks(matrix, self._folder.affine(matrix))
+            pack = pack_superblocks if self._folder.is_nested(matrix) else pack_blocks
+            data = pack(matrix, self._folder.affine(matrix))
         else:
             values = self.view.read(entry.source)
             if entry.kind == "F32":
@@ -73,7 +75,7 @@ class Encoder:
 
     def _codes(self, matrix: str) -> tuple[int, str]:
         bits, symmetric = self._folder.grid(matrix)
-        kind = block_type(bits, symmetric)
+        kind = block_type(bits, symmetric, self._folder.is_nested(matrix))
         if not kind:
             raise ModelError(
                 f"gguf: {matrix} has {bits}-bit codes with zero points, "

@@ -30,7 +30,13 @@ from pippin.targets.gguf.metadata import add_figures, rope_factors
 from pippin.targets.gguf.tensors import ROPE_FACTORS, architecture
 from pippin.targets.gguf.vocabulary import add_vocabulary
 
-_FILE_TYPES = {"F32": "ALL_F32"}
+# llama.cpp names its mixtures of K types, of which the small ones have one type for all linears.
+_FILE_TYPES = {
+    "F32": "ALL_F32",
+    "Q3_K": "MOSTLY_Q3_K_S",
+    "Q4_K": "MOSTLY_Q4_K_S",
+    "Q5_K": "MOSTLY_Q5_K_S",
+}
 
 
 def write(bundle: Bundle) -> Iterator[Event]:
@@ -95,6 +101,6 @@ def _file_type(found: list[Entry]) -> gguf.LlamaFileType:
 def _widened(found: list[Entry]) -> Iterator[str]:
     """What takes more bits in the file than in the folder, in words."""
     for bits in (2, 3, 6):
-        kinds = [e.kind for e in found if e.bits == bits]
+        kinds = [e.kind for e in found if e.bits == bits and not e.kind.endswith("_K")]
         if kinds:
             yield f"{len(kinds)} tensors of {bits} bits are stored as {kinds[0]}, without loss"
