@@ -10,10 +10,12 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from pippin import artifact
+from pippin.artifact import Origin
 from pippin.events import Event, Finished, Progress, Started
 from pippin.job import Job
 from pippin.machine import Machine
-from pippin.recipe import Data, Deploy, Evaluate, Model, Recipe, Train
+from pippin.recipe import Data, Deploy, Evaluate, Model, Quantize, Recipe, Train
+from pippin.stages.quantize import quantize
 
 MACHINE = Machine(
     chip="Test Chip",
@@ -128,6 +130,16 @@ def write_speaking_model(folder: Path, dtype: str = "float32", **shape: Any) -> 
     config = LlamaConfig(vocab_size=len(vocab), **{**sizes, **special, **shape})
     torch.manual_seed(0)
     LlamaForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(folder)
+    return folder
+
+
+def quantize_folder(model: Path, folder: Path, **settings: Any) -> Path:
+    """The stage `quantize` alone, on a folder that no run made."""
+    recipe = Recipe(model=Model(source="x"), data=Data(source="x"), quantize=Quantize(**settings))
+    origin = Origin(stage="quantize", inputs={}, settings={}, versions={})
+    inputs = {"model": model}
+    job = Job(stage="quantize", recipe=recipe, inputs=inputs, folder=folder, origin=origin)
+    list(quantize(job))
     return folder
 
 

@@ -169,6 +169,8 @@ class Forecast:
             accumulates=train.accumulate > 1,
             math=self.recipe.model.attention == "math",
             compile=train.compile,
+            dropout=lora.dropout > 0 and not full,
+            kernels=self.device != "cpu" or self.machine.compiles,
         )
         return train_bytes(config, shape)
 
@@ -242,7 +244,7 @@ class Forecast:
         trained = linears * (1 if q.scheme == "symmetric" else 2) // (q.group_size or 512)
         tokens = train.row_tokens * train.batch_rows
         layers = 1 if train.recomputed == 1 else config.num_layers
-        held = linears + self.itemsize * (memory.parameters(config) - linears) + 24 * trained
+        held = linears + self.itemsize * (memory.parameters(config) - linears) + 36 * trained
         passing = layers * memory.layer_activations(config, tokens, self.itemsize)
         passing += memory.loss_bytes(config, tokens, self.itemsize)
         return Need(

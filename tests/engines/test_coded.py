@@ -6,19 +6,16 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from tests.tiny_runs import write_speaking_model
+from tests.tiny_runs import quantize_folder, write_speaking_model
 
-from pippin.artifact import Origin
 from pippin.data.batches import Batch, Sample, single_batches
 from pippin.engines import CodesTrainable
 from pippin.errors import ModelError
-from pippin.job import Job
 from pippin.model.quantized import DenseView, dense_tensors, dequantize
 from pippin.model.weights import Checkpoint
 from pippin.quantizers import Codes
-from pippin.recipe import Data, Model, Quantize, Recipe, Train
+from pippin.recipe import Train
 from pippin.stages.outcome import write_model
-from pippin.stages.quantize import quantize
 
 pytestmark = pytest.mark.torch
 torch = pytest.importorskip("torch")
@@ -29,14 +26,10 @@ TRAIN = Train(packing=False, row_tokens=24, batch_rows=4, max_grad_norm=0.5)
 KINDS = {"affine": ("bfloat16", "affine", 32), "symmetric": ("float16", "symmetric", 0)}
 
 
-def _quantized(folder: Path, dtype: str, scheme: Any, group: Any) -> Path:
+def _quantized(folder: Path, dtype: str, scheme: str, group: int) -> Path:
     write_speaking_model(folder / "model", dtype, initializer_range=0.15)
-    asked = Quantize(bits=3, scheme=scheme, group_size=group, embed_group_size=32)
-    recipe = Recipe(model=Model(source="x"), data=Data(source="x"), quantize=asked)
-    origin = Origin(stage="quantize", inputs={}, settings={}, versions={})
-    made, inputs = folder / "quantize", {"model": folder / "model"}
-    list(quantize(Job(stage="quantize", recipe=recipe, inputs=inputs, folder=made, origin=origin)))
-    return made
+    settings = {"bits": 3, "scheme": scheme, "group_size": group, "embed_group_size": 32}
+    return quantize_folder(folder / "model", folder / "quantize", **settings)
 
 
 def _batch(seed: int) -> Batch:

@@ -5,14 +5,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.tiny_runs import quantize_folder
 
-from pippin.artifact import Origin
 from pippin.data.batches import Batch, Sample, single_batches
 from pippin.engines import Recoverer, load_engine
-from pippin.job import Job
 from pippin.model.quantized import DenseView, dense_tensors, dequantize
-from pippin.recipe import Data, Model, Quantize, Recipe
-from pippin.stages.quantize import quantize
 
 pytestmark = pytest.mark.torch
 torch = pytest.importorskip("torch")
@@ -29,15 +26,6 @@ def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**SIZES, **HEADS, tie_word_embeddings=True)
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
-
-
-def _quantized(parent: Path, folder: Path, **settings: Any) -> Path:
-    recipe = Recipe(model=Model(source="x"), data=Data(source="x"), quantize=Quantize(**settings))
-    origin = Origin(stage="quantize", inputs={}, settings={}, versions={})
-    inputs = {"model": parent}
-    job = Job(stage="quantize", recipe=recipe, inputs=inputs, folder=folder, origin=origin)
-    list(quantize(job))
     return folder
 
 
@@ -75,7 +63,7 @@ def test_tuned_scales_predict_more_like_the_parent(
 ) -> None:
     """On held-out rows, by float64; nothing but scales and zero points has changed."""
     asked = {**SETTINGS, "scheme": scheme, "group_size": group_size}
-    folder = _quantized(parent, tmp_path / "q", **asked)
+    folder = quantize_folder(parent, tmp_path / "q", **asked)
     model, batches = _loaded(parent), _batches(48)
     assert isinstance(model, Recoverer)
     found = model.recover(folder, batches, seed=1)
@@ -104,7 +92,7 @@ def test_tuned_scales_predict_more_like_the_parent(
 def test_gradients_equal_those_of_float64(parent: Path, tmp_path: Path) -> None:
     from pippin.engines.torch.recovery import Recovery
 
-    folder = _quantized(parent, tmp_path / "q", **SETTINGS)
+    folder = quantize_folder(parent, tmp_path / "q", **SETTINGS)
     model, batches = _loaded(parent), _batches(1)
     with model._rows(batches) as rows:
         recovery = Recovery(model.network, model._head, rows)
@@ -130,7 +118,7 @@ def test_gradients_equal_those_of_float64(parent: Path, tmp_path: Path) -> None:
 
 def test_what_cannot_gain_stays_as_it_is(parent: Path, tmp_path: Path) -> None:
     """The parent is what the codes say already."""
-    folder = _quantized(parent, tmp_path / "q", **SETTINGS)
+    folder = quantize_folder(parent, tmp_path / "q", **SETTINGS)
     network = _exact(parent, dict(dense_tensors(folder))).float()
     network.save_pretrained(tmp_path / "same")
     found = _loaded(tmp_path / "same").recover(folder, _batches(4), seed=0)
