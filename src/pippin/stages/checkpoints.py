@@ -107,7 +107,7 @@ class Store:
         except DamagedError as error:
             raise PippinError(
                 f"the best weights in {self._best(step)} cannot be used: {error}",
-                "--redo train starts anew",
+                f"--redo {self.origin.stage} starts anew",
             ) from error
         return tensors(self._best(step))
 
@@ -156,7 +156,7 @@ class Store:
             raise PippinError(
                 f"the unfinished training in {self.folder} has other settings: "
                 + "; ".join(changed),
-                "--redo train starts anew; put the settings back to go on with it",
+                f"--redo {self.origin.stage} starts anew; put the settings back to go on with it",
             )
 
     def _upgrades(self, made: dict[str, Any]) -> list[str]:
