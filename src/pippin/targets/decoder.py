@@ -8,7 +8,7 @@ channels, V vocab, N wanted positions, S slots of the cache (the context).
 """
 
 import math
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from pippin.targets.folder import Folder
 from pippin.targets.shape import Shape, read_shape, rope_tables
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
+Rotary: TypeAlias = tuple[Tensor, Tensor]  # cos and sin, (B, T, 1, C) each
+Heads: TypeAlias = tuple[Tensor, Tensor, Tensor]
+Where: TypeAlias = tuple[Rotary, Any]
 
 
 class Parts(Protocol):
@@ -66,16 +69,19 @@ class Attention(nn.Module):
         self.k_norm = _norm(parts, folder, f"{name}.k_norm", shape, asked=normed)
         self.rotation = parts.rotation(shape.head_dim)
 
-    def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], cache: nn.Module, place: Any):
-        """(B, T, D) to (B, T, D)."""
+    def before(self, x_BTD: Tensor, rope: Rotary) -> Heads:
+        """Queries (B, T, H, C), keys and values (B, T, K, C) each, for the layer's cache."""
         q_BTX, k_BTX, v_BTX = _apply(self.parts, (self.q_proj, self.k_proj, self.v_proj), x_BTD)
         # A literal -1 keeps the reshape inside XNNPACK, which takes no symbolic sizes.
         q_BTHC = self.q_norm(q_BTX.view(1, -1, self.shape.num_heads, self.shape.head_dim))
         k_BTKC = self.k_norm(k_BTX.view(1, -1, self.shape.num_kv_heads, self.shape.head_dim))
         v_BTKC = v_BTX.view(1, -1, self.shape.num_kv_heads, self.shape.head_dim)
-        q_BTHC, k_BTKC = self.rotation(q_BTHC, *rope), self.rotation(k_BTKC, *rope)
-        mixed_BTHC = cache(q_BTHC, k_BTKC, v_BTKC, place)
-        (out_BTD,) = _apply(self.parts, (self.o_proj,), mixed_BTHC.view(1, -1, q_BTX.shape[-1]))
+        return self.rotation(q_BTHC, *rope), self.rotation(k_BTKC, *rope), v_BTKC
+
+    def after(self, mixed_BTHC: Tensor) -> Tensor:
+        """What the cache made of them, to (B, T, D)."""
+        width = self.shape.num_heads * self.shape.head_dim
+        (out_BTD,) = _apply(self.parts, (self.o_proj,), mixed_BTHC.view(1, -1, width))
         return out_BTD
 
 
@@ -99,7 +105,10 @@ class FeedForward(nn.Module):
 
 
 class Layer(nn.Module):
-    """One pre-norm decoder layer; Gemma 2 and 3 have norms behind both of its parts as well."""
+    """One pre-norm decoder layer; Gemma 2 and 3 have norms behind both of its parts as well.
+
+    Its cache, which does the attending, belongs to a Decoder.
+    """
 
     def __init__(self, parts: Parts, folder: Folder, name: str, shape: Shape):
         super().__init__()
@@ -114,10 +123,13 @@ class Layer(nn.Module):
             parts, folder, f"{name}.post_feedforward_layernorm", shape, asked=inner
         )
 
-    def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], cache: nn.Module, place: Any):
-        """(B, T, D) to (B, T, D)."""
-        mixed_BTD = self.attention(self.input_norm(x_BTD), rope, cache, place)
-        x_BTD = x_BTD + self.attended_norm(mixed_BTD)
+    def before(self, x_BTD: Tensor, rope: Rotary) -> Heads:
+        """What goes into the cache; see Attention.before."""
+        return self.attention.before(self.input_norm(x_BTD), rope)
+
+    def after(self, x_BTD: Tensor, mixed_BTHC: Tensor) -> Tensor:
+        """The layer's output (B, T, D), of its input and what its cache made of it."""
+        x_BTD = x_BTD + self.attended_norm(self.attention.after(mixed_BTHC))
         return x_BTD + self.fed_norm(self.feed_forward(self.post_norm(x_BTD)))
 
 
@@ -132,12 +144,53 @@ class Rope(nn.Module):
         self.register_buffer("cos", cos_SC)
         self.register_buffer("sin", sin_SC)
 
-    def forward(self, start: int, length: int) -> tuple[Tensor, Tensor]:
+    def forward(self, start: int, length: int) -> Rotary:
         """Those of some positions, (B, T, 1, C) each."""
         size = (1, -1, 1, self.cos.shape[1])
         return self.cos[start : start + length].view(size), self.sin[start : start + length].view(
             size
         )
+
+
+class Entry(nn.Module):
+    """What comes before the layers: vectors of tokens, rotations, places in the caches."""
+
+    def __init__(self, parts: Parts, folder: Folder, shape: Shape):
+        super().__init__()
+        self.parts, self.shape = parts, shape
+        self.embedding = parts.embedding(folder, EMBEDDING)
+        tables = (rope_tables(folder.path, shape.context, window) for window in shape.kinds)
+        self.ropes = nn.ModuleList(Rope(*table) for table in tables)
+
+    def forward(self, tokens_BT: Tensor, input_pos: Tensor) -> tuple[Tensor, list[Where]]:
+        """Vectors (B, T, D) of tokens from position input_pos on, and where each layer has them."""
+        start: Any = input_pos[0].item()
+        length = tokens_BT.shape[1]
+        torch._check(start >= 0)
+        torch._check(start + length <= self.shape.context)
+        where = {
+            window: (rope(start, length), self.parts.place(self.shape, start, length, window))
+            for window, rope in zip(self.shape.kinds, self.ropes, strict=True)
+        }
+        x_BTD = self.embedding(tokens_BT)
+        if self.shape.is_gemma:
+            x_BTD = x_BTD * self.shape.embed_scale
+        return x_BTD, [where[window] for window in self.shape.windows]
+
+
+class Exit(nn.Module):
+    """What comes after the layers: (.., D) to logits (.., V)."""
+
+    def __init__(self, parts: Parts, folder: Folder, shape: Shape):
+        super().__init__()
+        self.parts, self.logit_cap = parts, shape.logit_cap
+        self.norm = _norm(parts, folder, "model.norm", shape)
+        self.head = parts.linear(folder, EMBEDDING if folder.config.tied_embeddings else HEAD)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """(.., D) to (.., V)."""
+        (logits,) = _apply(self.parts, (self.head,), self.norm(x_BTD))
+        return logits if self.logit_cap is None else _capped(logits, self.logit_cap)
 
 
 class Weights(nn.Module):
@@ -146,13 +199,10 @@ class Weights(nn.Module):
     def __init__(self, parts: Parts, folder: Folder, context: int):
         super().__init__()
         self.parts, self.shape = parts, read_shape(folder.config, context)
-        self.embedding = parts.embedding(folder, EMBEDDING)
+        self.entry = Entry(parts, folder, self.shape)
         names = [f"model.layers.{i}" for i in range(self.shape.num_layers)]
-        self.layers = nn.ModuleList(Layer(parts, folder, name, self.shape) for name in names)
-        self.norm = _norm(parts, folder, "model.norm", self.shape)
-        self.head = parts.linear(folder, EMBEDDING if folder.config.tied_embeddings else HEAD)
-        tables = (rope_tables(folder.path, context, window) for window in self.shape.kinds)
-        self.ropes = nn.ModuleList(Rope(*table) for table in tables)
+        self.layers: Any = nn.ModuleList(Layer(parts, folder, name, self.shape) for name in names)
+        self.exit = Exit(parts, folder, self.shape)
 
 
 class Decoder(nn.Module):
@@ -176,27 +226,15 @@ class Decoder(nn.Module):
 
         `wanted_N` asks for those of some of the given tokens alone, (1, N, V).
         """
-        x_BTD = self._hidden(tokens_BT, input_pos[0].item())  # ty: ignore[invalid-argument-type]
+        x_BTD, where = self.weights.entry(tokens_BT, input_pos)
+        for layer, cache, (rope, place) in zip(
+            self.weights.layers, self.caches, where, strict=True
+        ):
+            mixed_BTHC = cache(*layer.before(x_BTD, rope), place)
+            x_BTD = layer.after(x_BTD, mixed_BTHC)
         if wanted_N is not None:
             x_BTD = x_BTD[:, wanted_N]
-        x_BTD = self.weights.norm(x_BTD if self.every else x_BTD[:, -1, :])
-        (logits,) = _apply(self.weights.parts, (self.weights.head,), x_BTD)
-        cap = self.weights.shape.logit_cap
-        return logits if cap is None else torch.tanh(logits / cap) * cap
-
-    def _hidden(self, tokens_BT: Tensor, start: int) -> Tensor:
-        weights, length = self.weights, tokens_BT.shape[1]
-        shape = weights.shape
-        torch._check(start >= 0)
-        torch._check(start + length <= shape.context)
-        ropes = {k: r(start, length) for k, r in zip(shape.kinds, weights.ropes, strict=True)}
-        places = {k: weights.parts.place(shape, start, length, k) for k in shape.kinds}
-        x_BTD = weights.embedding(tokens_BT)
-        if shape.is_gemma:
-            x_BTD = x_BTD * shape.embed_scale
-        for layer, cache, kind in zip(weights.layers, self.caches, shape.windows, strict=True):
-            x_BTD = layer(x_BTD, ropes[kind], cache, places[kind])
-        return x_BTD
+        return self.weights.exit(x_BTD if self.every else x_BTD[:, -1, :])
 
 
 def _apply(parts: Parts, linears: tuple[nn.Module, ...], x_BTD: Tensor) -> list[Tensor]:
@@ -209,6 +247,10 @@ def _norm(parts: Parts, folder: Folder, name: str, shape: Shape, asked: bool = T
         return nn.Identity()
     weight_D = folder.plain(f"{name}.weight")
     return parts.norm(weight_D + 1 if shape.is_gemma else weight_D, shape.norm_eps)
+
+
+def _capped(logits: Tensor, cap: float) -> Tensor:
+    return torch.tanh(logits / cap) * cap
 
 
 def _gelu(x_BTF: Tensor) -> Tensor:

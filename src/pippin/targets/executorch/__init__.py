@@ -4,6 +4,7 @@ constraint.py   what the target can hold, asked before any work
 folder.py       codes as XNNPACK holds them
 layers.py       linears, embeddings, norms and rotations in forms that XNNPACK takes
 parts.py        caches and quantized layers of the shared decoder
+stretches.py    what XNNPACK gets, and the program around it
 lowering.py     export, delegation, serialization
 delegation.py   which operators a delegate took, of what share of the work
 runtime.py      the .pte as a Scorer

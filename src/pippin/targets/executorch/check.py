@@ -110,7 +110,7 @@ def _nudged_logits(weights: Weights, row: list[int], seed: int) -> NDArray[np.fl
     def nudge(module: torch.nn.Module, inputs: tuple[Tensor, ...], out_BTD: Tensor) -> Tensor:
         return out_BTD * (1 + NUDGE * torch.randn(out_BTD.shape, generator=random))
 
-    hook = weights.embedding.register_forward_hook(nudge)
+    hook = weights.entry.embedding.register_forward_hook(nudge)
     try:
         return eager_logits(weights, row)
     finally:

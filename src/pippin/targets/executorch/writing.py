@@ -19,8 +19,8 @@ from pippin.targets.bundle import (
     read_description,
     require_context,
 )
-from pippin.targets.decoder import Decoder, Weights
-from pippin.targets.executorch import check, lowering
+from pippin.targets.decoder import Weights
+from pippin.targets.executorch import check, lowering, stretches
 from pippin.targets.executorch.delegation import read_delegation
 from pippin.targets.executorch.guide import guide
 from pippin.targets.executorch.parts import read_weights
@@ -53,14 +53,10 @@ def write(bundle: Bundle) -> Iterator[Event]:
     started = time.perf_counter()
     folder = Folder(bundle.quantized)
     weights = read_weights(folder, context)
-    program = lowering.export(Decoder(weights, every=False), context)
-    yield progress(1, started)
-    partitioner = lowering.LevelPartitioner()
-    edge = lowering.lower_levels(program, runner_constants(tokenizer, weights), partitioner)
-    del program
+    edge = stretches.lower(weights, runner_constants(tokenizer, weights))
     graph = edge.exported_program().graph_module
-    delegation = read_delegation(graph, BACKEND, partitioner.why)
-    yield progress(2, started)
+    delegation = read_delegation(graph, BACKEND, stretches.why)
+    yield progress(1, started)
     with (bundle.folder / PROGRAM).open("wb") as file, lowering.without_idle_passes():
         lowering.serialize(edge).write_to_file(file)
     del edge
@@ -68,7 +64,7 @@ def write(bundle: Bundle) -> Iterator[Event]:
     if folder.config.tied_embeddings and not shared:
         yield notice("executorch", TWICE)
     copy_side_files(bundle)
-    yield progress(3, started)
+    yield progress(2, started)
     said = {
         "runtime": RUNTIME,
         "backend": BACKEND,
@@ -78,7 +74,7 @@ def write(bundle: Bundle) -> Iterator[Event]:
     said |= yield from _checked(bundle, tokenizer, weights)
     files = {PROGRAM: "weights and program"}
     finish(bundle, describe(bundle, "executorch", tokenizer, files) | said, guide)
-    yield progress(4, started)
+    yield progress(3, started)
 
 
 def _checked(
