@@ -2,6 +2,8 @@
 
 import math
 import re
+from collections.abc import Mapping
+from typing import Any
 
 
 def bytes_text(count: float) -> str:
@@ -46,6 +48,27 @@ def count_text(count: float) -> str:
 def share_text(share: float) -> str:
     """0.9731 as `97.3%`."""
     return f"{100 * share:.1f}%"
+
+
+def check_text(check: Mapping[str, Any]) -> str:
+    """How a deployed file's check went, in words; what it did not measure is left out.
+
+    `check` is that of deploy.json: speeds are tokens a second, the parent's PyTorch's in float32.
+    """
+    said = []
+    if "of_prompts" in check:
+        fewer = check["prompts"] < check["of_prompts"]
+        said.append(
+            f"judged on {check['prompts']} of {check['of_prompts']} prompts"
+            + (", as many as a minute allowed" if fewer else "")
+            + (f", the first {check['cut_to']} tokens of each" if check.get("cut_to") else "")
+        )
+    if "load_seconds" in check:
+        said.append(f"loaded in {duration_text(check['load_seconds'])}")
+    for key, what in (("prefill_speed", "reads"), ("decode_speed", "answers")):
+        if check.get(key) and check.get(f"parent_{key}"):
+            said.append(f"{what} {check[key]:.3g} tokens/s (PyTorch {check[f'parent_{key}']:.3g})")
+    return "; ".join(said)
 
 
 def figure_text(name: str, value: float) -> str:

@@ -274,7 +274,9 @@ class Deploy:
     targets: tuple[TargetName, ...] = key(("executorch",), "deployment formats; () stops before")
     context: int = key(512, "tokens the deployed model can hold")
     full_gate: bool = key(
-        False, "compare each file with the quantized model on 32 prompts, not on the first few"
+        False,
+        "compare each file with the quantized model on all of 32 prompts, not on those that a "
+        "minute allows",
     )
 
 

@@ -6,11 +6,12 @@ from tests.targets.tiny_quantized import CHANNEL, write_folder
 
 from pippin.engines import Sampling
 from pippin.errors import PippinError
+from pippin.figures import check_text
 from pippin.model.tokenizer import load_tokenizer
 from pippin.targets import Bundle
 from pippin.targets.agreement import Greedy, compare, load_parent
 from pippin.targets.gate import Limits, gate
-from pippin.targets.prompts import gate_prompts
+from pippin.targets.prompts import FEW, gate_prompts
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
@@ -72,14 +73,32 @@ def test_the_full_gate_takes_every_prompt(folder, parent, tmp_path):
         found.append(result(gate(bundle, load_tokenizer(folder), limits, lambda: parent)))
     few, many = found
     assert (few["prompts"], few["greedy_tokens"]) == (1, 8)
+    assert (few["of_prompts"], few["cut_to"]) == (many["prompts"], 8)
     assert many["prompts"] > 20
     assert many["load_seconds"] >= 0
+    assert "judged on 1 of" in check_text(few)
+    assert "the first 8 tokens of each; loaded in" in check_text(few)
+    assert "answers" in check_text(many)
 
 
-def result(events):
+def test_a_minute_is_used_and_then_said(folder, parent, tmp_path, monkeypatch):
+    limits = Limits(target="x", max_kl=1e-6, min_top1=1.0, tokens=8, greedy=Greedy(tokens=1))
+    bundle = Bundle(quantized=folder, folder=tmp_path, context=64)
+    events = []
+    few = result(gate(bundle, load_tokenizer(folder), limits, lambda: parent), events)
+    assert few["prompts"] == FEW
+    assert f"x: judged on {FEW} of " in events[-1].text
+    monkeypatch.setattr("pippin.targets.gate.SECONDS", 60)
+    all_of_them = result(gate(bundle, load_tokenizer(folder), limits, lambda: parent))
+    assert all_of_them["prompts"] == all_of_them["of_prompts"] == few["of_prompts"]
+
+
+def result(events, said=None):
     while True:
         try:
-            next(events)
+            event = next(events)
+            if said is not None:
+                said.append(event)
         except StopIteration as end:
             return end.value
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pippin.figures import bytes_text, check_text
 from pippin.recipe import Gate, Gates
 from pippin.report.table import figure, gate_for
 from pippin.stages.gates import missed
@@ -120,3 +121,5 @@ def _figures(scores: Scores) -> Iterator[str]:
     for key, name in (("kl", "KL"), ("top1", "top-1"), ("gain_kept", "gain kept")):
         if scores.get(key) is not None:
             yield f"{name} {figure(key, scores[key])}"
+    if "check" in scores:
+        yield ", ".join([bytes_text(scores["size_bytes"]), check_text(scores["check"])])

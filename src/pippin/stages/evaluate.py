@@ -19,7 +19,7 @@ from pippin.stages.answering import answer_all, compare, confirm_all, exact_matc
 from pippin.stages.belonging import check_base
 from pippin.stages.exam import Asked, Exam, read_exam, shorten, within
 from pippin.stages.gates import check_gates, gate_of, limits
-from pippin.stages.loading import context_of, load_scorer, runtime_of
+from pippin.stages.loading import check_of, context_of, load_scorer, runtime_of
 from pippin.stages.scoring import Scored, Sheet, groups
 from pippin.stages.shipped import measure_shipped
 
@@ -147,6 +147,8 @@ class _Sitting:
             "weights": shipped.weights,
             "gates": limits(gate_of(self.job.subject, self.job.recipe.gates)),
         }
+        if check := check_of(self.job.inputs):
+            self.scores["check"] = check
 
     def _note_gain(self, loss: float) -> Iterator[Event]:
         base, tuned = self._stored("base"), self._stored("tuned")

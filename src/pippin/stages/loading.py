@@ -4,6 +4,7 @@ import contextlib
 import json
 from collections.abc import Generator, Mapping
 from pathlib import Path
+from typing import Any
 
 from pippin.engines import Engine, Scorer, load_engine
 from pippin.errors import ModelError, PippinError
@@ -79,6 +80,13 @@ def runtime_of(inputs: Mapping[str, Path]) -> str | None:
     if "bundle" not in inputs:
         return None
     return json.loads((inputs["bundle"] / DEPLOY_FILE).read_text()).get("runtime")
+
+
+def check_of(inputs: Mapping[str, Path]) -> dict[str, Any]:
+    """The figures of a deployed file's check; none for a model in the recipe's engine."""
+    if "bundle" not in inputs:
+        return {}
+    return json.loads((inputs["bundle"] / DEPLOY_FILE).read_text()).get("check", {})
 
 
 def context_of(inputs: Mapping[str, Path]) -> int | None:

@@ -31,16 +31,20 @@ def fit(exam: Exam, scorer: Scorer, seconds: float, parent: Mapping[str, Any]) -
     scorer.topk(exam.samples[0].tokens[None], 1)
     rows = max(1, int(seconds / (CALLS * (time.perf_counter() - started))))
     samples, questions = exam.samples[:rows], _drafted(exam.questions, parent, "samples", "where")
-    notice = (
-        f"{len(samples)} of {len(exam.samples)} rows, {len(questions[:rows])} of "
+    # A question is compared with the parent's answer; a prompt's answer stands for itself.
+    known = [question for question in questions if question.draft is not None]
+    notices = [
+        f"{len(samples)} of {len(exam.samples)} rows, {len(known[:rows])} of "
         f"{len(exam.questions)} questions: this runtime answers {speed:.2g} tokens/s here"
-    )
+    ]
+    if unknown := len(questions) - len(known):
+        notices.append(f"{unknown} questions are not asked: the parent's scores keep no answer")
     return replace(
         exam,
         samples=samples,
-        questions=questions[:rows],
+        questions=known[:rows],
         prompts=_drafted(exam.prompts, parent, "answers", "prompt"),
-        notices=[*exam.notices, notice],
+        notices=[*exam.notices, *notices],
         is_cut=True,
     )
 
@@ -55,7 +59,7 @@ def _speed(scorer: Scorer, exam: Exam) -> float:
 
 
 def _drafted(asked: list[Asked], parent: Mapping[str, Any], table: str, key: str) -> list[Asked]:
-    """Those that the parent's scores keep an answer to, with it; nothing is asked in vain."""
+    """All, each with the answer that the parent's scores keep to it."""
     kept = {row[key]: tuple(row.get("ids", ())) for row in parent.get(table, ())}
     named = ((one, one.where if key == "where" else one.text) for one in asked)
-    return [replace(one, draft=kept[name]) for one, name in named if name in kept]
+    return [replace(one, draft=kept.get(name)) for one, name in named]

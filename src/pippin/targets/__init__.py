@@ -56,7 +56,7 @@ SHORTEST = 8  # tokens that a deployed model must hold
 class Bundle:
     """One deployment to make: from the quantized folder into `folder`, which exists.
 
-    `full_gate` compares the file on every prompt of targets/prompts.jsonl, not on a few.
+    `full_gate` compares the file on every prompt of targets/prompts.jsonl, however long it takes.
     """
 
     quantized: Path

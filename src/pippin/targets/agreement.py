@@ -4,7 +4,7 @@ Shape letters: B batch (1), T tokens, K kept tokens of a distribution.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -83,7 +83,7 @@ def load_parent(quantized: Path) -> Scorer:
 def compare(
     found: Scorer,
     parent: Scorer,
-    prompts: Sequence[Sequence[int]],
+    prompts: Iterable[Sequence[int]],
     context: int,
     greedy: Greedy = Greedy(),
 ) -> Agreement:
@@ -92,12 +92,11 @@ def compare(
     The first `greedy.stepped` prompts are answered by the file token by token as well; of the
     others one pass tells which tokens it would have chosen.
     """
-    room = [min(greedy.tokens, context - len(prompt)) for prompt in prompts]
-    alone = len(prompts) if greedy.stepped is None else greedy.stepped
-    rows = [
-        _row(found, parent, list(prompt), count, steps=i < alone)
-        for i, (prompt, count) in enumerate(zip(prompts, room, strict=True))
-    ]
+    rows = []
+    for i, prompt in enumerate(prompts):
+        room = min(greedy.tokens, context - len(prompt))
+        steps = greedy.stepped is None or i < greedy.stepped
+        rows.append(_row(found, parent, list(prompt), room, steps))
     kl_T = np.concatenate([row.kl_T for row in rows])
     own, theirs = [row.own for row in rows if row.own], [row.parent for row in rows]
     return Agreement(

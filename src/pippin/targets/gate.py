@@ -1,7 +1,7 @@
 """The gate of a deployed file: prompts through it and its quantized parent, figures, a verdict."""
 
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +13,16 @@ from pippin.targets.agreement import Greedy, compare, load_parent, require
 from pippin.targets.bundle import notice
 from pippin.targets.prompts import FEW, gate_prompts
 
+# After so long no further prompt is begun.
+SECONDS = 60.0
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
     """What a target's file must keep, and how much of the gate its runtime affords by default.
 
-    `prompts` are cut to `tokens` and answered as `greedy` says; with the recipe's deploy.full_gate
+    Prompts are cut to `tokens` and answered as `greedy` says; the first `prompts` of them always,
+    the others as long as the gate has taken less than SECONDS. With the recipe's deploy.full_gate
     all are taken whole, and answered token by token.
     """
 
@@ -35,18 +39,37 @@ def gate(
 ) -> Generator[Event, None, dict[str, Any]]:
     """The figures for deploy.json. Raises PippinError, with them, where the file misses a limit."""
     full = bundle.full_gate
-    count, tokens = (None, None) if full else (limits.prompts, limits.tokens)
-    prompts, left_out = gate_prompts(tokenizer, bundle.context, count)
+    prompts, left_out = gate_prompts(tokenizer, bundle.context, None)
     yield from (notice(limits.target, text) for text in left_out)
     started = time.perf_counter()
     model = load()
     loaded = time.perf_counter() - started
+    asked = prompts if full else [prompt[: limits.tokens] for prompt in prompts]
     agreement = compare(
         model,
         load_parent(bundle.quantized),
-        [prompt[:tokens] for prompt in prompts],
+        asked if full else _in_time(asked, limits.prompts),
         bundle.context,
         Greedy() if full else limits.greedy,
     )
     figures = require(limits.target, agreement, limits.max_kl, limits.min_top1)
+    figures |= {"of_prompts": len(prompts), "cut_to": None if full else limits.tokens}
+    if agreement.prompts < len(prompts):
+        yield notice(limits.target, _fewer(agreement.prompts, len(prompts)))
     return figures | {"load_seconds": loaded}
+
+
+def _in_time(prompts: Sequence[list[int]], least: int) -> Iterator[list[int]]:
+    """The first `least` prompts, then one more as long as there is time."""
+    started = time.perf_counter()
+    for done, prompt in enumerate(prompts):
+        if done >= least and time.perf_counter() - started > SECONDS:
+            return
+        yield prompt
+
+
+def _fewer(judged: int, known: int) -> str:
+    return (
+        f"judged on {judged} of {known} prompts, which took {SECONDS:.0f} s or more: "
+        "deploy.full_gate = true takes all of them"
+    )

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from pippin.figures import check_text
+
 _COMMON_FILES = {
     "tokenizer.json": "the tokenizer",
     "chat_template.jinja": "how a conversation becomes text, where the model has one",
@@ -34,6 +36,7 @@ def render(guide: Guide, description: dict[str, Any]) -> str:
 {guide.about}
 
 It holds {description["context"]} tokens, prompt and answer together, and takes {megabytes:.0f} MB.
+{_checked(description)}
 
 | file | what it is |
 |---|---|
@@ -48,3 +51,8 @@ It holds {description["context"]} tokens, prompt and answer together, and takes 
 - Render a conversation with the chat template, with its generation prompt at the end.
 - Stop at any of the token ids {description["stop_ids"]}.
 """
+
+
+def _checked(description: dict[str, Any]) -> str:
+    text = check_text(description["check"])
+    return f"On the machine that made it: {text}." if text else ""
