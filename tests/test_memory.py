@@ -127,25 +127,35 @@ def test_cache():
     assert memory.cache_bytes(config(SMOL), 4, 100, 2) == 2 * 30 * 4 * 100 * 3 * 64 * 2
 
 
+# Inputs, then outputs: q, o and down have 576, k and v 192, gate and up 1536.
+_SMOL_MOMENTS = 4 * (6 * 576**2 + 1536**2 + 3 * 576**2 + 2 * 192**2 + 2 * 1536**2)
+
+
+def test_moments_of_many_outputs():
+    assert memory.linear_moments(4096, 11008) == 4 * (4096**2 + 11008 * 2048)
+
+
 def test_calibration_by_hand():
     shape = config(SMOL)
-    moments = 4 * 30 * (6 * 576**2 + 1536**2)
+    moments = 30 * _SMOL_MOMENTS
     layer = memory.layer_activations(shape, 2048, 2)
     weights = 2 * memory.parameters(shape)
     found = memory.calibrate_bytes(shape, 2, 2048)
-    assert found == weights + moments + layer + 20 * 1536**2
+    assert found == weights + moments + layer + 8 * 1536**2 + 12_288 * 1536
     wide = config({**SMOL, "intermediate_size": 15360})
     room = memory.calibrate_bytes(wide, 2, 2048) - 2 * memory.parameters(wide)
-    rest = memory.layer_activations(wide, 2048, 2) + 20 * 15360**2
+    rest = memory.layer_activations(wide, 2048, 2) + 8 * 15360**2 + 12_288 * 15360
     assert room == memory.MOMENTS + rest
 
 
 def test_calibration_layer_by_layer_by_hand():
     shape = config(SMOL)
     linears = sum(i * o for i, o in memory.linear_shapes(shape).values())
-    held = 2 * (linears + 49152 * 576 + 8192 * 576) + 4 * (6 * 576**2 + 1536**2)
+    held = 2 * (linears + 49152 * 576 + 8192 * 576) + _SMOL_MOMENTS
     layer = memory.layer_activations(shape, 1024, 2)
-    assert memory.layered_bytes(shape, 2, (1024, 8192)) == held + layer + 20 * 1536**2
+    assert (
+        memory.layered_bytes(shape, 2, (1024, 8192)) == held + layer + 8 * 1536**2 + 12_288 * 1536
+    )
 
 
 def test_quantized_size_by_hand():

@@ -13,6 +13,7 @@ LAYERED = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 LOSS_CHUNK = 2**26  # float32 logits that exist at once, whatever the length of the batch
 MOMENTS = 2 << 30  # float32 sums X^T X that exist at once: a model with more is read again
+SPAN = 2048  # outputs of a linear whose errors are weighed together, at most
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -130,8 +131,8 @@ def quantize_bytes(shape: Shape, itemsize: int) -> int:
 def calibrate_bytes(shape: Shape, itemsize: int, tokens: int) -> int:
     """Weights, their moments, one layer's activations, and the widest Hessian being made ready.
 
-    P b + min(4 L (sum of I^2), MOMENTS) + layer(n) + 20 I^2: the Hessian scaled, in the order of
-    rounding and its factor in float32, and the factor in float64 meanwhile.
+    P b + min(moments, MOMENTS) + layer(n) + 8 I^2 + 12288 I: the Hessian scaled and its factor in
+    float32, and three blocks of 512 rows of it in float64 meanwhile.
     """
     moments = min(moment_bytes(shape), MOMENTS)
     layer = layer_activations(shape, tokens, itemsize)
@@ -141,7 +142,7 @@ def calibrate_bytes(shape: Shape, itemsize: int, tokens: int) -> int:
 def layered_bytes(shape: Shape, itemsize: int, tokens: tuple[int, int]) -> int:
     """The same where layers are read in turn: `tokens` of a batch, and of all batches.
 
-    Embedding, head, one layer and its moments, all tokens' hidden states, 20 I^2.
+    Embedding, head, one layer and its moments, all tokens' hidden states, 8 I^2 + 12288 I.
     """
     layer = sum(i * o for i, o in linear_shapes(shape).values())
     tables = shape.vocab_size * shape.hidden_size * (1 if shape.tied_embeddings else 2)
@@ -151,12 +152,18 @@ def layered_bytes(shape: Shape, itemsize: int, tokens: tuple[int, int]) -> int:
 
 
 def moment_bytes(shape: Shape) -> int:
-    """Float32 sums X^T X of all linears' inputs: 4 L (sum of I^2)."""
-    return 4 * shape.num_layers * sum(i * i for i, _ in linear_shapes(shape).values())
+    """Float32 sums of all linears' inputs and outputs: L times the sum of `linear_moments`."""
+    return shape.num_layers * sum(linear_moments(*s) for s in linear_shapes(shape).values())
+
+
+def linear_moments(inputs: int, outputs: int) -> int:
+    """X^T X of the inputs, and as much of the outputs' as is weighed together: 4 (I^2 + O S)."""
+    return 4 * (inputs**2 + outputs * min(outputs, SPAN))
 
 
 def _ready(shape: Shape) -> int:
-    return 20 * max(i for i, _ in linear_shapes(shape).values()) ** 2
+    inputs = max(i for i, _ in linear_shapes(shape).values())
+    return 8 * inputs**2 + 12_288 * inputs
 
 
 def quantized_size(shape: Shape, grids: tuple[tuple[int, int], tuple[int, int]]) -> int:

@@ -5,6 +5,9 @@ import pytest
 import torch
 
 from pippin.engines.torch import moments
+from pippin.engines.torch.fisher import Weigher
+from pippin.quantizers import in_turn
+from pippin.quantizers.in_turn import outputs_of
 
 pytestmark = pytest.mark.torch
 
@@ -60,15 +63,32 @@ def test_loss_moments_weigh_tokens_by_their_gradients(kind, tiny, engine, sample
     batch = pack([samples[:2], samples[2:4]])
     found = model.loss_moments([batch], seed=7)
     plain = model.input_moments([batch])
-    assert found.keys() == plain.keys()
+    heads = {"lm_head"} & plain.keys()
+    assert found.keys() == plain.keys() | {outputs_of(name) for name in plain.keys() - heads}
     drawn = _drawn(model, batch, seed=7)
     inputs, outputs = _observed(model.network.double(), samples[:4], drawn)
-    for name, moment in found.items():
+    for name in plain:
         x, gradient = torch.cat(inputs[name]), torch.cat(outputs[name])
-        weight = gradient.square().mean(-1)
-        weight = weight.sqrt() * weight.mean() / weight.sqrt().mean()
-        wanted = (x.T * weight) @ x
-        np.testing.assert_allclose(moment, wanted.numpy(), atol=2e-4 * float(wanted.abs().max()))
+        square = gradient.square().mean(-1)
+        weight = square.sqrt() * square.mean() / square.sqrt().mean()
+        _near(found[name], (x.T * weight) @ x)
+        if name not in heads:
+            share = weight / square.clamp(min=1e-300)  # some have no gradient at all
+            _near(found[outputs_of(name)], (gradient.T * share) @ gradient)
+
+
+def _near(moment, wanted):
+    np.testing.assert_allclose(moment, wanted.numpy(), atol=2e-4 * float(wanted.abs().max()))
+
+
+def test_far_outputs_are_summed_in_spans_of_their_own(monkeypatch):
+    monkeypatch.setattr(in_turn, "SPAN", 4)
+    weigher, g = Weigher(), torch.randn(20, 10)
+    weigher.add_outputs("x", g)
+    found, whole = weigher.moments()[outputs_of("x")], (g.T @ g).numpy()
+    assert found.shape == (10, 4)
+    for span, width in ((slice(0, 4), 4), (slice(4, 8), 4), (slice(8, 10), 2)):
+        np.testing.assert_allclose(found[span, :width], whole[span, span], rtol=1e-5, atol=1e-5)
 
 
 def _drawn(model, batch, seed):

@@ -4,11 +4,10 @@ An error E of the weights moves the outputs by X E^T, so E X^T X E^T is what rou
 small. A share of the mean diagonal is added to every diagonal element (damping): inputs that were
 never seen still weigh something, and the matrix can be factored.
 
-Shape letters: O output features, I input features, B a block's inputs.
+Shape letters: O output features, I input features, B a block's inputs, S outputs of a span.
 """
 
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,11 +20,18 @@ _BLOCK = 512
 class Hessian:
     """X^T X scaled to a mean diagonal of one and damped. What is derived from it is kept."""
 
-    def __init__(self, moment_II: NDArray[np.float32], damping: float = DAMPING) -> None:
+    def __init__(
+        self,
+        moment_II: NDArray[np.float32],
+        damping: float = DAMPING,
+        outputs_OS: NDArray[np.float32] | None = None,
+    ) -> None:
         """`moment_II` (I, I) is finite and symmetric; all zero (no input seen) counts as identity.
 
-        `mean` is its mean diagonal, `matrix_II` (I, I) float32 what it became.
+        `mean` is its mean diagonal, `matrix_II` (I, I) float32 what it became. `outputs_OS` are the
+        moments of the outputs beside them, see in_turn.py.
         """
+        self.outputs_OS = outputs_OS
         self.mean = float(np.trace(moment_II, dtype=np.float64)) / len(moment_II)
         self.damping = damping if self.mean > 0 else 1.0
         mean = np.float32(self.mean if self.mean > 0 else 1.0)

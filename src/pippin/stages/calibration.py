@@ -12,6 +12,7 @@ from typing import NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from pippin import memory
 from pippin.data.batches import Batch, Sample, single_batches
 from pippin.data.chat import tokenize
 from pippin.data.dataset import load_split
@@ -25,6 +26,7 @@ from pippin.model.weights import Tensors, is_finite, row_chunks
 from pippin.quantizers import CALIBRATED
 from pippin.quantizers.choices import Choice
 from pippin.quantizers.hessian import Hessian
+from pippin.quantizers.in_turn import outputs_of
 from pippin.stages.checkpoints import work_folder
 from pippin.stages.coding import refuse_infinite
 from pippin.stages.loading import open_engine
@@ -80,14 +82,24 @@ class Calibration:
                 continue
             key = id(moments[linear])
             if key not in made:
-                made[key] = self._hessian(linear, moments[linear])
+                made[key] = self._hessian(linear, moments)
             left[key] -= 1
+            if self.by_layer and not left[key]:
+                self._drop(moments[linear])
             yield name, made[key] if left[key] else made.pop(key)
 
-    def _hessian(self, linear: str, moment_II: NDArray[np.float32]) -> Hessian:
-        if not np.isfinite(moment_II).all():
+    def _drop(self, moment_II: NDArray[np.float32]) -> None:
+        """Of a large model they are the most there is in memory; asked again, it is read again."""
+        linears, moments = self._read
+        dropped = [name for name, moment in moments.items() if moment is moment_II]
+        for name in dropped:
+            del moments[name]
+        self._read = (linears.difference(dropped), moments)
+
+    def _hessian(self, linear: str, moments: Mapping[str, NDArray[np.float32]]) -> Hessian:
+        if not np.isfinite(moments[linear]).all():
             self._blame(linear)
-        return Hessian(moment_II)
+        return Hessian(moments[linear], outputs_OS=moments.get(outputs_of(linear)))
 
     def _moments(self, part: Mapping[str, str]) -> dict[str, NDArray[np.float32]]:
         """Those of the last part asked for are kept: it is asked for again."""
@@ -197,18 +209,24 @@ def _notices(samples: list[Sample], tokens: int, wanted: int) -> tuple[str, ...]
 
 
 def passes(
-    checkpoint: Tensors, choices: dict[str, Choice], config: ModelConfig, budget: int
+    checkpoint: Tensors,
+    choices: dict[str, Choice],
+    config: ModelConfig,
+    budget: int,
+    plain_bits: int = _PLAIN_BITS,
 ) -> Iterator[dict[str, str]]:
     """Linear by the tensor that is rounded under its inputs, as many as the budget holds.
 
-    At least one tensor each; the moments of a pass have `budget` bytes at most, or one's own.
+    At least one tensor each; the moments of a pass have `budget` bytes at most, or one's own. An
+    embedding or head of `plain_bits` is left out.
     """
     held, part = 0, dict[str, str]()
     for name in sorted(choices, key=names.natural):
-        linear = _linear(name, choices[name], config)
+        linear = _linear(name, choices[name], config, plain_bits)
         if linear is None:
             continue
-        size = 4 * math.prod(checkpoint.tensors[name].shape[1:]) ** 2
+        outputs, inputs = checkpoint.tensors[name].shape
+        size = memory.linear_moments(inputs, 0 if names.layer(name) is None else outputs)
         if part and held + size > budget:
             yield part
             held, part = 0, {}
@@ -231,13 +249,13 @@ def in_layers(parts: Iterable[dict[str, str]], *, back: bool) -> Iterator[dict[s
     yield from (layers[number] for number in sorted(layers, reverse=back))
 
 
-def _linear(name: str, choice: Choice, config: ModelConfig) -> str | None:
+def _linear(name: str, choice: Choice, config: ModelConfig, plain_bits: int) -> str | None:
     """The linear whose inputs a tensor is rounded under; None where it is rounded without."""
     module = names.module(name)
     if choice.grid is None:
         return None
     if names.is_embedding(module) or names.is_head(module):
-        if choice.grid.bits >= _PLAIN_BITS:
+        if choice.grid.bits >= plain_bits:
             return None
         if names.is_embedding(module):
             return names.module(names.HEAD) if config.tied_embeddings else None

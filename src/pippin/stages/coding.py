@@ -21,6 +21,7 @@ from pippin.quantizers import CALIBRATED, Codes, Grid, Quantizer, load_quantizer
 from pippin.quantizers.awq import Folding
 from pippin.quantizers.choices import Choice
 from pippin.quantizers.hessian import Hessian
+from pippin.quantizers.in_turn import InTurn, spans
 
 # Small enough for a processor's cache, and for memory that malloc keeps instead of giving it back:
 # chunks of 2 MB take a hundred times the page faults and twice the time.
@@ -139,8 +140,8 @@ class Coder:
             hessian = hessian.of_inputs_over(self.folding.inputs[name])
         error = self._write_codes(name, choice.grid, method, hessian)
         scheme = "symmetric" if choice.grid.symmetric else "affine"
-        return Row(
         scheme = "k" if choice.grid.nested else scheme
+        return Row(
             name=name,
             shape=info.shape,
             scheme=scheme + (" per channel" if choice.grid.per_channel else ""),
@@ -179,6 +180,8 @@ class Coder:
         info = self.checkpoint.tensors[name]
         chunk = partial(self._write_chunk, name, grid, self._quantizer(method), hessian)
         self.parts = {}
+        if hessian and hessian.outputs_OS is not None:
+            return sum((chunk((span.start, span.stop)) for span in spans(info.shape[0])), Error())
         if hessian:
             chunks = list(row_chunks(info, _CALIBRATED_CHUNK_BYTES))
             return sum((chunk(rows) for rows in chunks), Error())
@@ -197,6 +200,8 @@ class Coder:
         stored, module = self.checkpoint.read_rows(name, *rows), names.module(name)
         refuse_infinite(name, is_finite(stored))
         weight_OI = self.folding.apply(name, rows[0], stored).astype(np.float32, copy=False)
+        if hessian and hessian.outputs_OS is not None:
+            quantizer = InTurn(quantizer, hessian.outputs_OS[slice(*rows), : len(stored)])
         codes = quantizer.quantize(weight_OI, grid, stored.dtype, hessian)
         _refuse_overflow(name, codes)
         packed = {name: pack(codes.codes_OI, grid.bits)}

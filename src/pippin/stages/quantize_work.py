@@ -18,7 +18,7 @@ from pippin.stages.folding import fold
 from pippin.stages.merge import Merged
 from pippin.stages.recovery import updates
 from pippin.stages.revised import Revised
-from pippin.stages.sharing import share_bits
+from pippin.stages.sharing import share_bits, shares_embeddings
 
 NOTHING = "every linear stays as it is: there is nothing to share out or to tune"
 
@@ -75,7 +75,9 @@ def settle(job: Job, source: Source, choices: dict[str, Choice]) -> Work:
     settings = job.recipe.quantize
     parts: tuple[dict[str, str], ...] = ()
     if settings.method in CALIBRATED:
-        parts = tuple(passes(source.tensors, choices, source.config, memory.MOMENTS))
+        # The bits of embedding and head are open under a budget that counts them.
+        plain = {"plain_bits": 16} if shares_embeddings(settings) else {}
+        parts = tuple(passes(source.tensors, choices, source.config, memory.MOMENTS, **plain))
     if not parts:
         asked = settings.budget or settings.recover_tokens
         return Work(choices=choices, notices=(NOTHING,) if asked else ())

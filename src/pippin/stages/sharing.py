@@ -66,10 +66,11 @@ def share_bits(
     parts: Sequence[dict[str, str]],
     recipe: Recipe,
 ) -> Budget:
-    """Every linear of a layer gets the bits that cost least under the recipe's budget.
+    """Every linear gets the bits that cost least under the recipe's budget.
 
-    Sizes are what the recipe's targets store. Raises ModelError where even the fewest bits are more
-    than asked for, or the most leave more nats.
+    So do embedding and head where the budget counts them. Sizes are what the recipe's targets
+    store. Raises ModelError where even the fewest bits are more than asked for, or the most leave
+    more nats.
     """
     settings = recipe.quantize
     if not calibration.by_loss:
@@ -78,12 +79,13 @@ def share_bits(
             'set model.engine = "torch"',
         )
     offered = offered_grids(recipe, calibration.checkpoint.folder)
+    around = _around_layers(recipe, calibration.checkpoint.folder, offered[0])
     offers: dict[str, list[Offer]] = {}
     for part in parts:
         for name, hessian in calibration.hessians(part):
-            grid = choices[name].grid
-            if names.layer(name) is not None and grid is not None and hessian is not None:
-                tried = [replace(grid, **changes) for changes in offered]
+            grid, changes = choices[name].grid, offered if names.layer(name) is not None else around
+            if changes and grid is not None and hessian is not None:
+                tried = [replace(grid, **change) for change in changes]
                 offers[name] = _offers(calibration, name, tried, hessian, recipe)
     scale = _Scale.of(calibration, choices, offers, recipe)
     shared = share_out(offers, scale.most_bits(settings), (settings.max_kl or 0.0) / _MEASURED)
@@ -91,6 +93,11 @@ def share_bits(
     _refuse_missed(settings, report)
     chosen = {name: _chosen(choices[name], offer) for name, offer in shared.offers.items()}
     return Budget(choices={**choices, **chosen}, report=report)
+
+
+def shares_embeddings(settings: Quantize) -> bool:
+    """Whether embedding and head are in the budget: it is one of the whole model."""
+    return settings.max_size is not None or settings.max_kl is not None
 
 
 def offered_grids(recipe: Recipe, model: Path) -> list[dict[str, Any]]:
@@ -107,13 +114,22 @@ def offered_grids(recipe: Recipe, model: Path) -> list[dict[str, Any]]:
     ]
 
 
-def holdable(recipe: Recipe, model: Path) -> tuple[int, ...]:
-    """The bits that no deployment of the recipe refuses for its linears.
+def _around_layers(recipe: Recipe, model: Path, linears: dict[str, Any]) -> list[dict[str, Any]]:
+    """The same for embedding and head beside such linears; nothing where they have their bits."""
+    if not shares_embeddings(recipe.quantize):
+        return []
+    size = {"group_size": 0} if "per_channel" in linears else {}
+    beside = replace(recipe.quantize, bits=linears["bits"], **size)
+    return [{"bits": b} for b in holdable(replace(recipe, quantize=beside), model, "embed_bits")]
+
+
+def holdable(recipe: Recipe, model: Path, key: str = "bits") -> tuple[int, ...]:
+    """The bits that no deployment of the recipe refuses for its linears, or as `embed_bits`.
 
     Raises ModelError where there are none.
     """
     plain = replace(recipe.quantize, target_bits=None, max_size=None, max_kl=None)
-    asked = {bits: replace(recipe, quantize=replace(plain, bits=bits)) for bits in BITS}
+    asked = {bits: replace(recipe, quantize=replace(plain, **{key: bits})) for bits in BITS}
     refused = {bits: check_recipe(asked[bits], model) for bits in BITS}
     if all(refused.values()):
         raise ModelError(*refused[BITS[0]][0])
@@ -169,7 +185,7 @@ def _refuse_missed(settings: Quantize, report: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Scale:
-    """Weights of the linears that bits are shared out over, and bits of all the other tensors."""
+    """Weights of the layers that bits are shared out over, and bits of what they are not for."""
 
     weights: int
     others: float
@@ -188,7 +204,9 @@ class _Scale:
             dense = 8.0 * nbytes(info)
             count = math.prod(info.shape)
             others += count * stored_bits(recipe, grid, info.shape[1]) if grid else dense
-        weights = sum(math.prod(tensors[name].shape) for name in offers)
+        weights = sum(
+            math.prod(tensors[name].shape) for name in offers if names.layer(name) is not None
+        )
         return cls(weights=weights, others=others)
 
     def most_bits(self, settings: Quantize) -> float:
@@ -201,6 +219,7 @@ class _Scale:
         """The place chosen, and the curve of bytes of all weights against expected nats a token."""
         widths = [offer.grid.bits if offer.grid else 16 for offer in shared.offers.values()]
         used = sum(offer.bits for offer in shared.offers.values())
+        in_layers = sum(o.bits for n, o in shared.offers.items() if names.layer(n) is not None)
         cost = sum(offer.cost for offer in shared.offers.values())
         ends = np.linspace(0, len(shared.curve) - 1, min(_POINTS, len(shared.curve)))
         points = [shared.curve[round(place)] for place in ends]
@@ -208,7 +227,7 @@ class _Scale:
         assert settings.budget is not None
         return {
             "asked": {settings.budget: getattr(settings, settings.budget)},
-            "linear_bits": used / max(self.weights, 1),
+            "linear_bits": in_layers / max(self.weights, 1),
             "size_bytes": self._bytes(used),
             "expected_kl": _MEASURED * cost,
             "tensors": {f"{bits} bits": count for bits, count in counts.items()},

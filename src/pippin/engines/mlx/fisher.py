@@ -21,6 +21,7 @@ from pippin.engines.mlx.loss import head_loss
 from pippin.engines.mlx.moments import HEAD, linears
 from pippin.engines.mlx.probe import run_rows
 from pippin.engines.mlx.rows import Rows
+from pippin.quantizers.in_turn import outputs_of, spans
 
 TINY = float(np.finfo(np.float32).tiny)
 
@@ -32,7 +33,10 @@ def loss_moments(
     names: Collection[str] | None,
     seed: int,
 ) -> dict[str, NDArray[np.float32]]:
-    """By linear's name, (D, D) float32: of `names`, or of all. `seed` draws the predictions."""
+    """By linear's name, (D, D) float32: of `names`, or of all; its `outputs_of` as well.
+
+    `seed` draws the predictions.
+    """
     watched = [(n, m) for n, m in linears(network) if n != HEAD and (names is None or n in names)]
     kinds = [type(module) for _, module in watched]
     sums: dict[str, mx.array] = {}
@@ -46,8 +50,10 @@ def loss_moments(
             run = _Batch(network, head, rows, key)
             outputs, gradients = run.differentiate(_still(watched, rows), seen, moved)
             for name, gradient in gradients.items():
-                weight_N = mx.square(run.real(gradient)).mean(-1)
-                _add(sums, name, run.real(outputs[name]), weight_N)
+                g_NO = run.real(gradient)
+                weight_N = mx.square(g_NO).mean(-1)
+                tamed_N = _add(sums, name, run.real(outputs[name]), weight_N)
+                _add_outputs(sums, name, g_NO, tamed_N / mx.maximum(weight_N, TINY))
             if names is None or HEAD in names:
                 _add(sums, HEAD, run.real(outputs[HEAD]), run.head_weights(outputs[HEAD]))
     finally:
@@ -125,14 +131,32 @@ def _moved(kind: Any, name: str, seen: dict[str, mx.array], moved: dict[str, mx.
     return Moved
 
 
-def _add(sums: dict[str, mx.array], name: str, x_ND: mx.array, weight_N: mx.array) -> None:
+def _add(sums: dict[str, mx.array], name: str, x_ND: mx.array, weight_N: mx.array) -> mx.array:
     """One drawn prediction says little about a token: weights go halfway to their mean.
 
-    Halfway in the logarithm, which tames the few that are a hundred times the others.
+    Halfway in the logarithm, which tames the few that are a hundred times the others. Returns the
+    weights that were used.
     """
     root_N = mx.sqrt(weight_N)
     root_N = root_N * (weight_N.mean() / mx.maximum(root_N.mean(), TINY))
-    scaled_ND = x_ND * mx.sqrt(root_N)[:, None]
-    moment_DD = scaled_ND.T @ scaled_ND
-    sums[name] = sums[name] + moment_DD if name in sums else moment_DD
+    _sum(sums, name, _square(x_ND, root_N))
+    return root_N
+
+
+def _add_outputs(sums: dict[str, mx.array], name: str, g_NO: mx.array, weight_N: mx.array) -> None:
+    """Every span's square, on the left of its rows."""
+    parts = spans(g_NO.shape[1])
+    width = parts[0].stop
+    squares = [_square(g_NO[:, span], weight_N) for span in parts]
+    wide = [mx.pad(square, ((0, 0), (0, width - len(square)))) for square in squares]
+    _sum(sums, outputs_of(name), mx.concatenate(wide))
+
+
+def _square(x_ND: mx.array, weight_N: mx.array) -> mx.array:
+    scaled_ND = x_ND * mx.sqrt(weight_N)[:, None]
+    return scaled_ND.T @ scaled_ND
+
+
+def _sum(sums: dict[str, mx.array], name: str, part: mx.array) -> None:
+    sums[name] = sums[name] + part if name in sums else part
     mx.eval(sums[name])

@@ -2,9 +2,11 @@
 
 A rounding error E moves a linear's outputs by E x. To second order that costs 1/2 (g^T E x)^2 nats
 of divergence, g being the gradient of a prediction that the model itself draws (the Fisher
-information). Spread evenly over the outputs that is 1/2 w |E x|^2 with w = |g|^2 / outputs.
+information). Spread evenly over the outputs that is 1/2 w |E x|^2 with w = |g|^2 / outputs. How it
+is really spread is what the sums of g g^T say.
 
-Shape letters: T tokens, N real tokens, D features, O outputs, C tokens of one chunk, V vocabulary.
+Shape letters: T tokens, N real tokens, D features, O outputs, S outputs of a span, C tokens of one
+chunk, V vocabulary.
 """
 
 import contextlib
@@ -19,17 +21,19 @@ from transformers import PreTrainedModel
 
 from pippin.engines.torch.body import hidden_states
 from pippin.engines.torch.loss import Head, head_loss, logits_loss
-from pippin.engines.torch.moments import LINEARS, add_upper, whole
+from pippin.engines.torch.moments import LINEARS, add_upper, mirror
 from pippin.engines.torch.rows import Rows
+from pippin.quantizers.in_turn import outputs_of, spans
 
 TINY = torch.finfo(torch.float32).tiny
 
 
 class Weigher:
-    """Sums w x x^T by linear, in the backward pass."""
+    """Sums w x x^T by linear, in the backward pass, and w g g^T over the mean square of g."""
 
     def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}
+        self.outputs: dict[str, Tensor] = {}
         self.real_N: Tensor | None = None
 
     def hook(self, name: str) -> Any:
@@ -41,15 +45,19 @@ class Weigher:
 
     def read(self, name: str, x: Tensor, gradient: Tensor) -> None:
         x_ND, g_NO = (self.real(part).float() for part in (x, gradient))
-        self.add(name, x_ND, g_NO.square().mean(-1))
+        weight_N = g_NO.square().mean(-1)
+        tamed_N = self.add(name, x_ND, weight_N)
+        g_NO *= (tamed_N / weight_N.clamp(min=TINY)).sqrt()[:, None]
+        self.add_outputs(name, g_NO)
 
     def real(self, values: Tensor) -> Tensor:
         return values.reshape(-1, values.shape[-1])[self.real_N]
 
-    def add(self, name: str, x_ND: Tensor, weight_N: Tensor) -> None:
+    def add(self, name: str, x_ND: Tensor, weight_N: Tensor) -> Tensor:
         """One drawn prediction says little about a token: weights go halfway to their mean.
 
-        Halfway in the logarithm, which tames the few that are a hundred times the others.
+        Halfway in the logarithm, which tames the few that are a hundred times the others. Returns
+        the weights that were used.
         """
         if name not in self.sums:
             width = x_ND.shape[1]
@@ -57,10 +65,25 @@ class Weigher:
         root_N = weight_N.sqrt()
         root_N = root_N * (weight_N.mean() / root_N.mean().clamp(min=TINY))
         add_upper(self.sums[name], x_ND * root_N.sqrt()[:, None])
+        return root_N
+
+    def add_outputs(self, name: str, g_NO: Tensor) -> None:
+        """Sums of g g^T, span by span."""
+        parts = spans(g_NO.shape[1])
+        if name not in self.outputs:
+            self.outputs[name] = g_NO.new_zeros((g_NO.shape[1], parts[0].stop))
+        for span in parts:
+            add_upper(self.outputs[name][span, : span.stop - span.start], g_NO[:, span])
 
     def moments(self) -> dict[str, NDArray[np.float32]]:
-        """The sums by linear, on the host; the weigher's own are spent."""
-        return {name: whole(total) for name, total in self.sums.items()}
+        """The sums by linear, on the host, `outputs_of` a linear too; the weigher's are spent."""
+        for total_DD in self.sums.values():
+            mirror(total_DD)
+        for name, total_OS in self.outputs.items():
+            for span in spans(len(total_OS)):
+                mirror(total_OS[span, : span.stop - span.start])
+            self.sums[outputs_of(name)] = total_OS
+        return {name: total.cpu().numpy() for name, total in self.sums.items()}
 
 
 def loss_moments(
@@ -70,9 +93,9 @@ def loss_moments(
     names: Collection[str] | None,
     seed: int,
 ) -> dict[str, NDArray[np.float32]]:
-    """By linear's name, (D, D) float32: of `names`, or of all. `seed` draws the predictions.
+    """By linear's name, (D, D) float32: of `names`, or of all; its `outputs_of` as well.
 
-    The head's own moments need `head`, its formula.
+    `seed` draws the predictions. The head's own moments need `head`, its formula.
     """
     collector, draw = Weigher(), torch.Generator(network.device).manual_seed(seed)
     own = network.get_output_embeddings()

@@ -28,6 +28,7 @@ from pippin.engines.torch.rows import Rows, padded_rows
 from pippin.memory import LAYERED
 from pippin.model import names
 from pippin.model.weights import Tensors
+from pippin.quantizers.in_turn import outputs_of
 
 Moments: TypeAlias = dict[str, NDArray[np.float32]]
 
@@ -83,7 +84,8 @@ class LayeredModel:
             if again:
                 self._round = begin()
             for made in self._round:
-                found |= {n: m for n, m in made.items() if names is None or n in names}
+                asked = made.keys() if names is None else {*names, *map(outputs_of, names)}
+                found |= {n: m for n, m in made.items() if n in asked}
                 if names is not None and found.keys() >= set(names):
                     return found
         return found

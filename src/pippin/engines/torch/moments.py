@@ -62,10 +62,15 @@ def add_upper(sum_DD: Tensor, x_ND: Tensor) -> None:
         sum_DD[strip, start:].addmm_(x_ND[:, strip].T, x_ND[:, start:])
 
 
-def whole(sum_DD: Tensor) -> NDArray[np.float32]:
-    """Both triangles, on the host."""
+def mirror(sum_DD: Tensor) -> None:
+    """Fill the other triangle."""
     sum_DD.triu_()
     sum_DD += sum_DD.triu(1).T
+
+
+def whole(sum_DD: Tensor) -> NDArray[np.float32]:
+    """Both triangles, on the host."""
+    mirror(sum_DD)
     return sum_DD.cpu().numpy()
 
 
