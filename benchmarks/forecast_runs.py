@@ -101,6 +101,7 @@ CUDA_FIT = [
     run("llama-a", 12, "lora", 6144, split=6),
     run("llama-b", 8, "lora", 3072, split=6, checkpointing=True),
     run("llama-a", 12, "full", 3072, split=6),
+    run("llama-a", 12, "qlora", 3072, split=6),
     run("qwen3-a", 8, "lora", 3072, split=6),
     run("gemma-a", 8, "lora", 3072, split=12),
     run("gemma-a", 8, "full", 1536, split=6),

@@ -96,6 +96,7 @@ def _imagined(here: Machine, total: int, device: str, chip: Chip | None) -> Mach
         memory_available=free if shared or device == "cpu" else here.memory_available,
         shared_memory=shared,
         native_bfloat16=shared,
+        compiles=False,
         gflops=math.nan,
         elsewhere=True,
         accelerator=accelerator,

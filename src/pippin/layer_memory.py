@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pippin import memory
-from pippin.memory import LINEARS
+from pippin.memory import LINEARS, linear_shapes
 
 
 class Shape(memory.Shape, Protocol):
@@ -53,8 +53,8 @@ class TrainShape:
     DoRA rescales. `packed` is the group of 4-bit codes that linears are kept in, 0 for dense ones.
     `checkpointing` is the share of the layers that are computed again.
     `accumulates` tells that gradients of an earlier micro-batch are there. `math` is attention in
-    plain products; `compile` allows torch.compile. `device` is where PyTorch computes, empty for
-    another engine.
+    plain products; `compile` allows torch.compile; `dropout` tells that adapters drop inputs.
+    `kernels` tells that layers can run by hand on the device.
     """
 
     device: str
@@ -70,6 +70,8 @@ class TrainShape:
     accumulates: bool = False
     math: bool = False
     compile: bool = True
+    dropout: bool = False
+    kernels: bool = True
 
     @property
     def full(self) -> bool:
@@ -86,28 +88,30 @@ def layer_kept(shape: Shape, train: TrainShape) -> list[int]:
     kind keeps its own value (F).
     """
     if by_hand(shape, train):
-        return _by_hand_kept(shape, train)
+        return (_framed_kept if train.device == "cuda" else _by_hand_kept)(shape, train)
     return _compiled_kept(shape, train) if compiled(shape, train) else plain_kept(shape, train)
 
 
 def plain_kept(shape: Shape, train: TrainShape) -> list[int]:
     """Of autograd, norms and gates being ours where they can be."""
     b, d, f = train.itemsize, shape.hidden_size, shape.intermediate_size
-    q, k = _widths(shape)
+    q, k = widths(shape)
     family, wide = family_of(shape), _norm_kept(shape, train)
     a_token = [d * wide, d * b] * 2 + [q * b, k * b] * 2
     a_token += [d * wide] * 2 if family.after else []
     a_token += [q * wide, k * wide] if family.heads else []
     a_token += [f * b] * (4 if family.own or train.packed else 3)
-    a_token += [b * _narrow(train), b * train.gained // shape.num_layers, _rates(shape, family)]
+    a_token += [inputs for inputs, _ in _adapted(shape, train)] if train.dropout else []
+    a_token += [b * narrow(train), b * train.gained // shape.num_layers, _rates(shape, family)]
     return [train.tokens * each for each in (*a_token, _scores(shape, train))]
 
 
 def by_hand(shape: Shape, train: TrainShape) -> bool:
-    """Whether layers run as engines/torch/layer.py."""
+    """Whether layers run as engines/torch/layer.py or, on a CPU, cpu_layer.py."""
     family = family_of(shape)
-    plain = not (family.own or family.heads or train.gained or train.packed or train.math)
-    return train.device == "cuda" and plain and not train.full
+    other = family.own or family.heads or train.gained or train.packed or train.math
+    there = train.kernels and train.device in ("cuda", "cpu")
+    return there and not (other or train.dropout or train.full)
 
 
 def compiled(shape: Shape, train: TrainShape) -> bool:
@@ -117,12 +121,19 @@ def compiled(shape: Shape, train: TrainShape) -> bool:
 
 
 def _by_hand_kept(shape: Shape, train: TrainShape) -> list[int]:
+    """Of engines/torch/cpu_layer.py: norms and the gated product are made again."""
+    d, f, (q, k) = shape.hidden_size, shape.intermediate_size, widths(shape)
+    channels = [d, q, k, k, q, d, f, f, narrow(train)]
+    return [train.tokens * train.itemsize * each for each in channels]
+
+
+def _framed_kept(shape: Shape, train: TrainShape) -> list[int]:
     """Of engines/torch/layer.py: its inputs in rows with room for the frame beside them.
 
     Where adapters stand on both sides of the gate, its product is made again (`tiled`).
     """
     n, b, d, f = train.tokens, train.itemsize, shape.hidden_size, shape.intermediate_size
-    q, k = _widths(shape)
+    q, k = widths(shape)
     kqv, o, both, down = (width for _, _, width in frames(shape, train))
     tiled = both > 0 and down > 0
     channels = [roomy(d + down, b) if tiled else d, q + 2 * k, roomy(q + o, b), d, 2 * f]
@@ -136,11 +147,11 @@ def _compiled_kept(shape: Shape, train: TrainShape) -> list[int]:
 
     Over codes the frozen product and the adapter's stand apart.
     """
-    family, (q, k) = family_of(shape), _widths(shape)
+    family, (q, k) = family_of(shape), widths(shape)
     hidden = 1.6 + family.after * (1.6 if train.full else 1.0)
     forward = 4 + 1.35 * (train.packed > 0)
     channels = int(hidden * shape.hidden_size + forward * shape.intermediate_size)
-    channels += 2 * q + 2 * k + family.heads * (q + k) + _narrow(train)
+    channels += 2 * q + 2 * k + family.heads * (q + k) + narrow(train)
     return [train.tokens * (train.itemsize * channels + 4 * shape.num_heads)]
 
 
@@ -165,7 +176,7 @@ def _scores(shape: Shape, train: TrainShape) -> int:
     Plain products keep weights in float32 and in the model's dtype, the mask, and key and value a
     query head in the place of their own.
     """
-    b, (q, k), weights = train.itemsize, _widths(shape), shape.num_heads * train.longest
+    b, (q, k), weights = train.itemsize, widths(shape), shape.num_heads * train.longest
     if train.math:
         return weights * (4 if b == 4 else 4 + b) + train.longest + 2 * b * (q - k)
     return 4 * (weights + 3 * q) if train.device == "mps" else 0
@@ -174,7 +185,7 @@ def _scores(shape: Shape, train: TrainShape) -> int:
 def frames(shape: Shape, train: TrainShape) -> list[tuple[int, int, int]]:
     """(inputs, outputs, width) of the products that engines/torch/frames.py joins."""
     d, f = shape.hidden_size, shape.intermediate_size
-    q, k = _widths(shape)
+    q, k = widths(shape)
     bias = family_of(shape).biased
     return [
         (d, q + 2 * k, _frame(LINEARS[:3], train, bias)),
@@ -195,11 +206,16 @@ def roomy(columns: int, itemsize: int) -> int:
     return -(-columns // unit) * unit
 
 
-def _narrow(train: TrainShape) -> int:
+def narrow(train: TrainShape) -> int:
     return train.rank * len(train.adapted)
 
 
-def _widths(shape: Shape) -> tuple[int, int]:
+def _adapted(shape: Shape, train: TrainShape) -> list[tuple[int, int]]:
+    """(inputs, outputs) of a layer's linears with an adapter."""
+    return [size for name, size in linear_shapes(shape).items() if name in train.adapted]
+
+
+def widths(shape: Shape) -> tuple[int, int]:
     return shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
 
 

@@ -45,8 +45,9 @@ class Machine:
 
     `gflops` is the rate of a float32 matrix product on all cores. `engines` are the installed ones,
     `accelerated` those of them that compute on the accelerator.
-    `lacking` says why a GPU that is there cannot be used. `elsewhere` marks a machine that is not
-    here, whose disk and speed nobody knows.
+    `compiles` tells that kernels for its CPU can be compiled. `lacking` says why a GPU that is
+    there cannot be used. `elsewhere` marks a machine that is not here, whose disk and speed nobody
+    knows.
     """
 
     chip: str
@@ -60,6 +61,7 @@ class Machine:
     engines: tuple[str, ...]
     accelerator: Accelerator | None = None
     accelerated: tuple[str, ...] = ("mlx", "torch")
+    compiles: bool = False
     lacking: str = ""
     elsewhere: bool = False
 
@@ -90,6 +92,7 @@ def find_machine() -> Machine:
         engines=tuple(name for name in ENGINES if _installed(name)),
         accelerator=accelerator,
         accelerated=_accelerated(accelerator.kind if accelerator else "mps"),
+        compiles=platform.system() == "Linux" and shutil.which("g++") is not None,
         lacking="" if accelerator else why_no_gpu(),
     )
 

@@ -156,7 +156,7 @@ def plan_ways(plan: Plan) -> Group:
     """How else the recipe can be trained there, the fastest first; its updates stay the same."""
     table = _table()
     table.add_column("the same updates, the fastest that fit", overflow="fold")
-    for heading in ("memory", "a token's time"):
+    for heading in ("memory", "a token's time, roughly"):
         table.add_column(heading, justify="right", no_wrap=True)
     for way in plan.ways:
         table.add_row(

@@ -23,7 +23,7 @@ from pippin.layer_memory import (
     plain_kept,
 )
 
-LOSS_BYTES = {"cuda": 96 << 20}  # logits that exist at once (engines/torch/loss.py)
+LOSS_BYTES = 96 << 20  # logits that exist at once on CUDA (engines/torch/loss.py)
 OTHER_LOSS_BYTES = 64 << 20  # the same in float32, elsewhere
 LARGE = 4 << 20  # bytes; larger blocks go back to the system (engines/host.py)
 PACKED_GROUPS = (32, 64, 128, 256)  # of 4-bit codes that the CPU's kernel takes
@@ -72,7 +72,8 @@ def train_bytes(shape: Shape, train: TrainShape) -> TrainBytes:
     table = shape.vocab_size * shape.hidden_size
     tensors, ends = layer_kept(shape, train), train.tokens * b * shape.hidden_size
     layer = sum(tensors)
-    early = 4 * t if train.adapted or train.accumulates else 0  # gradients before the backward ends
+    cuda = train.device == "cuda"
+    early = 4 * t if train.accumulates or (train.adapted and cuda) else 0  # gradients
     again = math.ceil(train.checkpointing * shape.num_layers)  # only their inputs are kept
     kept = again * ends + (shape.num_layers - again) * layer
     fresh = layer if again == shape.num_layers else 0  # else a kept one is gone by then
@@ -84,9 +85,9 @@ def train_bytes(shape: Shape, train: TrainShape) -> TrainBytes:
         moments=8 * t,
         gradients=4 * t,
         at_start=_trial(shape, train, ends),
-        kept=kept + _casts(train) + early,
+        kept=kept + _casts(shape, train) * max(1, shape.num_layers - again) + early,
         at_loss=3 * ends + _loss(shape, train) + (4 * table + head if train.full else 0),
-        in_backward=3 * ends + fresh + head + _backward(shape, train),
+        in_backward=3 * ends * cuda + fresh + head + _backward(shape, train),
         at_end=(layer + 2 * head) if train.full else 0,
         in_update=4 * memory.largest_tensor(shape) if train.full else 0,
         in_checkpoint=12 * t if train.device == "cpu" else 0,
@@ -100,7 +101,7 @@ def weight_bytes(shape: Shape, train: TrainShape) -> int:
     linears = sum(i * o for i, o in memory.linear_shapes(shape).values())
     rest = memory.parameters(shape) - shape.num_layers * linears
     layer = linears * b
-    if by_hand(shape, train):
+    if by_hand(shape, train) and train.device == "cuda":
         unit = 128 // b
         layer = sum(b * (o + e) * (-(-(i + e) // unit) * unit) for i, o, e in frames(shape, train))
     elif train.packed:
@@ -124,7 +125,7 @@ def _trial(shape: Shape, train: TrainShape, ends: int) -> int:
     The inputs of all layers, all that a plain layer without our norms keeps, its backward, results
     of both sides; a layer by hand stands beside the one that it replaces, no frame elsewhere yet.
     """
-    if not (by_hand(shape, train) or compiled(shape, train)):
+    if train.device != "cuda" or not (by_hand(shape, train) or compiled(shape, train)):
         return 0
     b, d, f = train.itemsize, shape.hidden_size, shape.intermediate_size
     plain = sum(plain_kept(shape, replace(train, device="")))
@@ -143,21 +144,27 @@ def _backward(shape: Shape, train: TrainShape) -> int:
     n, b, d, f = train.tokens, train.itemsize, shape.hidden_size, shape.intermediate_size
     if compiled(shape, train):
         return n * b * (2 * f + d)
-    dense = 10 * memory.largest_linear(shape) if train.packed and train.device == "cpu" else 0
+    if by_hand(shape, train) and train.device == "cpu":
+        return n * b * (2 * f + 3 * d)
     plain = train.math or train.device == "mps"
     scores = 8 * shape.num_heads * train.longest**2 if plain else 0
-    return max(n * b * (3 * f + d), scores) + dense
+    norms = 24 * n * d if family_of(shape).own else 0  # six of them in float32
+    wide = n * b * ((2 if train.packed else 3) * f + d)
+    dense = 2 * memory.largest_linear(shape) if train.packed else 0
+    return max(wide + dense, norms, scores)
 
 
 def _loss(shape: Shape, train: TrainShape) -> int:
-    """A chunk of logits in the model's dtype."""
-    rows = LOSS_BYTES.get(train.device, OTHER_LOSS_BYTES * train.itemsize // 4)
-    return min(train.tokens * shape.vocab_size * train.itemsize, rows)
-
-
-def _casts(train: TrainShape) -> int:
-    """Masters as products read them: B scaled in any dtype, A in another than float32."""
+    """A chunk of logits in the model's dtype, and a block of it in float32."""
     if train.device == "cuda":
+        return min(train.tokens * shape.vocab_size * train.itemsize, LOSS_BYTES)
+    chunk = OTHER_LOSS_BYTES * train.itemsize // 4
+    return min(train.tokens * shape.vocab_size * train.itemsize, chunk) + (1 << 20)
+
+
+def _casts(shape: Shape, train: TrainShape) -> int:
+    """A layer's masters as products read them: B scaled in any dtype, A in another than float32."""
+    if train.full or by_hand(shape, train) or compiled(shape, train):
         return 0
-    both = train.trained * train.itemsize
-    return (both // 2 if train.itemsize == 4 else both) if train.adapted else 0
+    both = train.trained * train.itemsize // shape.num_layers
+    return both // 2 if train.itemsize == 4 else both
