@@ -67,6 +67,7 @@ def adapter_of_all(**changed):
         checkpointing=False,
         adapted=frozenset(memory.LINEARS),
         rank=16,
+        kernels=False,
     )
     return replace(asked, **changed)
 
@@ -81,6 +82,13 @@ def test_training_an_adapter_by_hand():
     layer = 512 * (2 * (4 * 576 + 2 * 576 + 2 * 192 + 3 * 1536 + 7 * 16) + 4 * 11)
     assert need.kept == 30 * layer + 2 * 1_000_000
     assert need.total == need.weights + 12_000_000 + need.kept + max(need.at_loss, need.in_backward)
+
+
+def test_layers_by_hand_on_a_cpu_keep_what_they_cannot_make_again():
+    need = train_bytes(config(SMOL), adapter_of_all(kernels=True))
+    # input and middle 2D, query, key, value and output 2Q + 2K, gate and up 2F, narrow products
+    assert need.kept == 30 * 512 * 2 * (2 * 576 + 2 * 576 + 2 * 192 + 2 * 1536 + 7 * 16)
+    assert need.weights == 2 * 134_515_008
 
 
 def test_checkpointing_keeps_one_layer_and_inputs():
@@ -109,7 +117,7 @@ def test_attention_on_mps_keeps_its_weights():
 
 
 def test_layers_by_hand_stand_in_frames():
-    need = train_bytes(config(SMOL), adapter_of_all(device="cuda"))
+    need = train_bytes(config(SMOL), adapter_of_all(device="cuda", kernels=True))
     # rows of multiples of 64 elements: 576 + 48, 576 + 16, 576 + 32, 1536 + 16
     layer = (960 + 48) * 640 + (576 + 16) * 640 + (3072 + 32) * 640 + (576 + 16) * 1600
     rest = 49152 * 576 + 30 * 2 * 576 + 576
