@@ -71,13 +71,13 @@ def train_bytes(shape: Shape, train: TrainShape) -> TrainBytes:
     t, b = train.trained, train.itemsize
     table = shape.vocab_size * shape.hidden_size
     tensors, ends = layer_kept(shape, train), train.tokens * b * shape.hidden_size
-    layer = sum(tensors)
+    layer, count = sum(tensors), shape.num_layers
     cuda = train.device == "cuda"
     early = 4 * t if train.accumulates or (train.adapted and cuda) else 0  # gradients
-    again = math.ceil(train.checkpointing * shape.num_layers)  # only their inputs are kept
-    kept = again * ends + (shape.num_layers - again) * layer
-    fresh = layer if again == shape.num_layers else 0  # else a kept one is gone by then
-    blocks = [ends] * again + tensors * max(1, shape.num_layers - again)
+    again = math.ceil(train.checkpointing * count)  # only their inputs are kept
+    kept = again * ends + (count - again) * layer
+    fresh = layer if again == count else 0  # else a kept one is gone by then
+    blocks = [ends] * again + tensors * max(1, count - again)
     head = table * b if train.full else 0
     return TrainBytes(
         weights=weight_bytes(shape, train),
@@ -85,7 +85,7 @@ def train_bytes(shape: Shape, train: TrainShape) -> TrainBytes:
         moments=8 * t,
         gradients=4 * t,
         at_start=_trial(shape, train, ends),
-        kept=kept + _casts(shape, train) * max(1, shape.num_layers - again) + early,
+        kept=kept + _casts(shape, train) * max(1, count - again) // count + early,
         at_loss=3 * ends + _loss(shape, train) + (4 * table + head if train.full else 0),
         in_backward=3 * ends * cuda + fresh + head + _backward(shape, train),
         at_end=(layer + 2 * head) if train.full else 0,
@@ -163,8 +163,8 @@ def _loss(shape: Shape, train: TrainShape) -> int:
 
 
 def _casts(shape: Shape, train: TrainShape) -> int:
-    """A layer's masters as products read them: B scaled in any dtype, A in another than float32."""
+    """Masters as products read them: B scaled in any dtype, A in another than float32."""
     if train.full or by_hand(shape, train) or compiled(shape, train):
         return 0
-    both = train.trained * train.itemsize // shape.num_layers
+    both = train.trained * train.itemsize
     return both // 2 if train.itemsize == 4 else both
