@@ -195,12 +195,14 @@ class Quantize:
         "each tensor 2 to 8, or leaves it, by what it costs in divergence; `bits` no longer counts",
     )
     max_size: str | None = key(
-        None, 'bits shared out likewise under a size of all weights as stored, e.g. "1.9GB"'
+        None,
+        'bits shared out likewise under a size of all weights as stored, e.g. "1.9GB"; head and '
+        "tied embedding get theirs too, unless embed_bits is 16",
     )
     max_kl: float | None = key(
         None,
-        "bits shared out likewise, the fewest that are expected to leave this divergence from the "
-        "model before, in nats a token; a gate measures it",
+        "bits shared out as for max_size, the fewest that are expected to leave this divergence "
+        "from the model before, in nats a token; a gate measures it",
     )
     one_pass: bool = key(
         False,
