@@ -195,14 +195,12 @@ class Quantize:
         "each tensor 2 to 8, or leaves it, by what it costs in divergence; `bits` no longer counts",
     )
     max_size: str | None = key(
-        None,
-        'bits shared out likewise under a size of all weights as stored, e.g. "1.9GB"; head and '
-        "tied embedding get theirs too, unless embed_bits is 16",
+        None, 'shared out likewise, head and tied embedding too, under a size stored, e.g. "1.9GB"'
     )
     max_kl: float | None = key(
         None,
-        "bits shared out as for max_size, the fewest that are expected to leave this divergence "
-        "from the model before, in nats a token; a gate measures it",
+        "shared out as under max_size, the fewest that are expected to leave this divergence from "
+        "the model before, in nats a token; a gate measures it",
     )
     one_pass: bool = key(
         False,
