@@ -198,9 +198,7 @@ class Quantize:
         None, 'shared out likewise, head and tied embedding too, under a size stored, e.g. "1.9GB"'
     )
     max_kl: float | None = key(
-        None,
-        "shared out as under max_size, the fewest that are expected to leave this divergence from "
-        "the model before, in nats a token; a gate measures it",
+        None, "likewise the fewest that are expected to leave this divergence, in nats a token"
     )
     one_pass: bool = key(
         False,
