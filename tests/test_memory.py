@@ -61,6 +61,7 @@ def adapter_of_all(**changed):
     asked = TrainShape(
         device="cpu",
         tokens=512,
+        row=512,
         longest=512,
         itemsize=2,
         trained=1_000_000,

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pippin import memory
+from pippin.jax_memory import jax_bytes
 from pippin.layer_memory import TrainShape
 from pippin.machine import Machine
 from pippin.memory import DTYPE_BYTES
+from pippin.mlx_memory import mlx_bytes
 from pippin.model.adapter import adapted_linears
 from pippin.model.config import ModelConfig, parse_config, read_config
 from pippin.model.gguf_file import make_config, open_gguf
@@ -17,6 +19,8 @@ from pippin.quantizers import CALIBRATED
 from pippin.recipe import Recipe
 from pippin.steps import Step
 from pippin.train_memory import PACKED_GROUPS, TrainBytes, train_bytes
+
+BYTES = {"torch": train_bytes, "mlx": mlx_bytes, "jax": jax_bytes}  # of training, by engine
 
 # Resident after the framework and transformers are imported, before any tensor.
 FRAMEWORK = 400_000_000
@@ -156,8 +160,9 @@ class Forecast:
         train, lora, config = self.recipe.train, self.recipe.lora, self.facts.config
         full = train.method == "full"
         shape = TrainShape(
-            device=self.device if self.recipe.model.engine == "torch" else "",
+            device=self.device,
             tokens=train.row_tokens * train.batch_rows,
+            row=train.row_tokens,
             longest=min(train.row_tokens, self.recipe.data.max_seq_len),
             itemsize=self.itemsize,
             trained=self.trained,
@@ -172,7 +177,7 @@ class Forecast:
             dropout=lora.dropout > 0 and not full,
             kernels=self.device != "cpu" or self.machine.compiles,
         )
-        return train_bytes(config, shape)
+        return BYTES[self.recipe.model.engine](config, shape)
 
     @property
     def trains_over_codes(self) -> bool:
@@ -180,14 +185,20 @@ class Forecast:
         engine = self.recipe.model.engine
         if engine == "mlx":
             return self.device != "cpu"
-        return engine == "torch" and self.device != "mps" and self.itemsize == 2
+        return engine == "jax" or (self.device != "mps" and self.itemsize == 2)
 
-    def _packed(self) -> int:
-        """The group of 4-bit codes that linears are kept in; 0 for dense weights."""
+    def _packed(self) -> float:
+        """Bytes of a linear's weight that is kept in codes, its share of scale and bias included.
+
+        0 for dense weights. PyTorch's kernels take 4 bits; the CPU's has a second copy of both.
+        """
         asked = self.facts.config.quantization or {}
-        group = asked.get("group_size", 0)
-        fits = asked.get("bits") == 4 and group in PACKED_GROUPS
-        return group if fits and self.trains_over_codes else 0
+        bits, group = asked.get("bits", 0), asked.get("group_size", 0)
+        torch = self.recipe.model.engine == "torch"
+        fits = bits == 4 and group in PACKED_GROUPS if torch else group > 0
+        if not fits or not self.trains_over_codes:
+            return 0.0
+        return bits / 8 + (8 if torch and self.device == "cpu" else 4) / group
 
     def _train_seconds(self) -> float | None:
         """4N operations a token for an adapter, 6N for all; 2N more to recompute."""

@@ -46,11 +46,11 @@ FAMILIES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainShape:
-    """What an update computes, and how: `tokens` at once, samples of up to `longest`.
+    """What an update computes, and how: `tokens` at once in rows of `row`, samples of `longest`.
 
     `trained` counts trainable parameters; `adapted` are the last names of the linears with an
     adapter of `rank`, none in full fine-tuning; `gained` counts the outputs, in all layers, that
-    DoRA rescales. `packed` is the group of 4-bit codes that linears are kept in, 0 for dense ones.
+    DoRA rescales. `packed` are bytes of a linear's weight that is kept in codes, 0 for dense ones.
     `checkpointing` is the share of the layers that are computed again.
     `accumulates` tells that gradients of an earlier micro-batch are there. `math` is attention in
     plain products; `compile` allows torch.compile; `dropout` tells that adapters drop inputs.
@@ -59,6 +59,7 @@ class TrainShape:
 
     device: str
     tokens: int
+    row: int
     longest: int
     itemsize: int
     trained: int
@@ -66,7 +67,7 @@ class TrainShape:
     adapted: frozenset[str] = frozenset()
     rank: int = 0
     gained: int = 0
-    packed: int = 0
+    packed: float = 0.0
     accumulates: bool = False
     math: bool = False
     compile: bool = True

@@ -105,7 +105,7 @@ def weight_bytes(shape: Shape, train: TrainShape) -> int:
         unit = 128 // b
         layer = sum(b * (o + e) * (-(-(i + e) // unit) * unit) for i, o, e in frames(shape, train))
     elif train.packed:
-        layer = linears // 2 + linears // train.packed * 8  # scale and bias twice, in two bytes
+        layer = int(linears * train.packed)
     return rest * b + shape.num_layers * layer
 
 

@@ -1,0 +1,78 @@
+"""What training in MLX holds at its high points: arithmetic over a model's shape, no framework.
+
+Read off `mx.get_peak_memory()` on a CPU, which a test compares with; on a GPU a run of 3B
+parameters agrees (benchmarks/results, mlx-w1-bf16).
+
+Letters: n tokens at once, D hidden, F feed-forward, H heads, V vocabulary, b bytes of an element.
+"""
+
+from pippin.layer_memory import Shape, TrainShape, family_of, narrow, widths
+from pippin.train_memory import TrainBytes, weight_bytes
+
+CHUNK = 64 << 20  # logits in float32 that exist at once (engines/mlx/body.py)
+BUSY = 256  # tokens that a CPU computes at once, and the sample that is begun
+SLOTS = 1.25  # copies of samples in lengths that are rounded up, on a GPU
+
+
+def mlx_bytes(shape: Shape, train: TrainShape) -> TrainBytes:
+    """All arrays at once, in MLX's own count."""
+    t, n, count = train.trained, at_once(train), shape.num_layers
+    ends, layer = n * train.itemsize * shape.hidden_size, n * _kept(shape, train)
+    cut = n < train.tokens or train.accumulates
+    early = 4 * t if cut else 0  # gradients of the parts before
+    casts = train.itemsize * t if train.itemsize < 4 or train.adapted else 0
+    return TrainBytes(
+        weights=0 if train.full and train.itemsize == 4 else weight_bytes(shape, train),
+        masters=4 * t,
+        moments=8 * t,
+        gradients=4 * t,
+        at_start=0,
+        kept=count * (ends if train.checkpointing else layer) + early + casts,
+        at_loss=_loss(shape, train, n) + 3 * ends,
+        in_backward=4 * t + _backward(shape, train, n),
+        at_end=0,
+        in_update=12 * t,
+        in_checkpoint=12 * t if train.device == "cpu" else 0,
+        holes=0,
+    )
+
+
+def at_once(train: TrainShape) -> int:
+    """Tokens: on a CPU samples are computed in parts of at least `BUSY`."""
+    if train.device != "cpu":
+        return train.tokens
+    return min(train.tokens, train.longest if train.longest >= BUSY else BUSY + train.longest)
+
+
+def _kept(shape: Shape, train: TrainShape) -> int:
+    """Bytes a token: norms and residuals 5D, attention, gate, up and product 3F, narrow products.
+
+    Attention keeps query, key, value and output, on a GPU twice: packed, and in slots. On a CPU it
+    keeps the scaled query and a row of weights a head.
+    """
+    q, k = widths(shape)
+    d, family = shape.hidden_size, family_of(shape)
+    a_token = 5 * d + 2 * q + 2 * k + 3 * shape.intermediate_size + narrow(train)
+    a_token += 2 * d * family.after + (q + k) * family.heads
+    if train.device == "cpu":
+        a_token += q + shape.num_heads * train.longest
+    else:
+        a_token += int(SLOTS * (2 * q + 2 * k))
+    return train.itemsize * a_token
+
+
+def _backward(shape: Shape, train: TrainShape, n: int) -> int:
+    """What a layer's backward makes, and its forward again where it is recomputed."""
+    d, f, scores = shape.hidden_size, shape.intermediate_size, shape.num_heads * train.longest
+    if train.device != "cpu":
+        again = n * _kept(shape, train) if train.checkpointing else 0
+        return n * train.itemsize * (3 * f + d) + again
+    made = 6 * f + 11 * scores + 9 * d if train.checkpointing else 9 * f + 4 * scores + 3 * d
+    return n * train.itemsize * made
+
+
+def _loss(shape: Shape, train: TrainShape, n: int) -> int:
+    """A chunk of logits: products, logits, gradient; a CPU makes exponentials from sums, 8.5."""
+    chunk = min(CHUNK, 4 * n * shape.vocab_size)
+    head = 8 * shape.vocab_size * shape.hidden_size if train.full else 0
+    return int((8.5 if train.device == "cpu" else 3) * chunk) + head
