@@ -82,7 +82,7 @@ class Frame:
             self.below = weight_OI.new_zeros(self.extra, self.inputs)
             self.beside = weight_OI.new_zeros(self.outputs, self.extra)
         else:
-            self.whole = _matrix(weight_OI, rows, columns).zero_()
+            self.whole = _roomy(weight_OI, rows, columns).zero_()
             self.whole[: self.outputs, : self.inputs] = weight_OI
             self.below = self.whole[self.outputs :, : self.inputs]
             self.beside = self.whole[: self.outputs, self.inputs :]
@@ -240,13 +240,6 @@ def _roomy(like: Tensor, rows: int, columns: int) -> Tensor:
     """Uninitialised (rows, columns); rows begin at multiples of 128 bytes: products are faster."""
     unit = 128 // like.element_size()
     return like.new_empty(rows, -(-columns // unit) * unit)[:, :columns]
-
-
-def _matrix(like: Tensor, rows: int, columns: int) -> Tensor:
-    """Uninitialised. Its longer side goes over rows of memory: the products are faster so."""
-    if columns <= rows:
-        return _roomy(like, rows, columns)
-    return _roomy(like, columns, rows).T
 
 
 def _adapters(linears: Sequence[Any]) -> list[_Adapter]:

@@ -33,19 +33,17 @@ def attention(
     q, k, v, out, lse, first,
     q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h,
     T, window, scale,
-    GROUPS: tl.constexpr, C: tl.constexpr, ROOM: tl.constexpr, WIDTH: tl.constexpr,
-    UNIT: tl.constexpr, BESIDE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    PRECISION: tl.constexpr,
+    GROUPS: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of one head: softmax over the keys of their own samples.
 
-    Query, key and value have ROOM channels, zeros after the first C, and strides in UNIT elements;
-    all else has C, and strides in BESIDE elements. `first` (T,) is where the sample of every token
-    begins. `lse` (H, T) takes the log-sum-exp to base 2; `scale` is to base 2 as well.
+    `first` (T,) is where the sample of every token begins. `lse` (H, T) takes the log-sum-exp to
+    base 2; `scale` is to base 2 as well.
     """
     start, head = tl.program_id(0) * M, tl.program_id(1)
     rows, columns = start + tl.arange(0, M), tl.arange(0, WIDTH)
-    query = _tile(q + head * q_h * UNIT, rows, columns, q_t, T, ROOM, UNIT)
+    query = _tile(q + head * q_h * UNIT, rows, columns, q_t, T, C, UNIT)
     k += head // GROUPS * k_h * UNIT
     v += head // GROUPS * v_h * UNIT
     begin = tl.maximum(tl.load(first + rows, mask=rows < T, other=T), rows - window + 1)
@@ -55,11 +53,11 @@ def attention(
     sums = tl.zeros([M, WIDTH], tl.float32)
     for block in range(low, tl.minimum(start + M, T), N):
         keys = block + tl.arange(0, N)
-        key = _tile(k, keys, columns, k_t, T, ROOM, UNIT)
-        value = _tile(v, keys, columns, v_t, T, ROOM, UNIT)
+        key = _tile(k, keys, columns, k_t, T, C, UNIT)
+        value = _tile(v, keys, columns, v_t, T, C, UNIT)
         score = tl.dot(query, tl.trans(key), input_precision=PRECISION)
         seen = (keys[None, :] >= begin[:, None]) & (keys[None, :] <= rows[:, None])
-        score = tl.where(seen, score, NEVER)
+        score = tl.where(seen, score, float("-inf"))
         higher = tl.maximum(top, tl.max(score, 1) * scale)
         power = tl.exp2(score * scale - higher[:, None])
         shrink = tl.exp2(top - higher)
@@ -67,7 +65,7 @@ def attention(
         sums = sums * shrink[:, None]
         sums = tl.dot(power.to(value.dtype), value, sums, input_precision=PRECISION)
         top = higher
-    _put(out + head * o_h * BESIDE, rows, columns, o_t, T, C, BESIDE, sums / total[:, None])
+    _put(out + head * o_h * UNIT, rows, columns, o_t, T, C, UNIT, sums / total[:, None])
     tl.store(lse + head * T + rows, top + tl.log2(total), mask=rows < T)
 
 
@@ -76,16 +74,15 @@ def attention_dq(
     q, k, v, out, lse, first, do, dq, delta,
     q_t, q_h, k_t, k_h, v_t, v_h, o_t, o_h, do_t, do_h, dq_t, dq_h,
     T, window, scale, slope,
-    GROUPS: tl.constexpr, C: tl.constexpr, ROOM: tl.constexpr, WIDTH: tl.constexpr,
-    UNIT: tl.constexpr, BESIDE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    PRECISION: tl.constexpr,
+    GROUPS: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of the queries' gradient; leaves `delta` (H, T), the rows' sums of out * do."""
     start, head = tl.program_id(0) * M, tl.program_id(1)
     rows, columns = start + tl.arange(0, M), tl.arange(0, WIDTH)
-    query = _tile(q + head * q_h * UNIT, rows, columns, q_t, T, ROOM, UNIT)
-    grad = _tile(do + head * do_h * BESIDE, rows, columns, do_t, T, C, BESIDE)
-    result = _tile(out + head * o_h * BESIDE, rows, columns, o_t, T, C, BESIDE)
+    query = _tile(q + head * q_h * UNIT, rows, columns, q_t, T, C, UNIT)
+    grad = _tile(do + head * do_h * UNIT, rows, columns, do_t, T, C, UNIT)
+    result = _tile(out + head * o_h * UNIT, rows, columns, o_t, T, C, UNIT)
     inner = tl.sum(result.to(tl.float32) * grad.to(tl.float32), 1)
     tl.store(delta + head * T + rows, inner, mask=rows < T)
     norm = tl.load(lse + head * T + rows, mask=rows < T, other=0.0)
@@ -96,15 +93,15 @@ def attention_dq(
     sums = tl.zeros([M, WIDTH], tl.float32)
     for block in range(low, tl.minimum(start + M, T), N):
         keys = block + tl.arange(0, N)
-        key = _tile(k, keys, columns, k_t, T, ROOM, UNIT)
-        value = _tile(v, keys, columns, v_t, T, ROOM, UNIT)
+        key = _tile(k, keys, columns, k_t, T, C, UNIT)
+        value = _tile(v, keys, columns, v_t, T, C, UNIT)
         score = tl.dot(query, tl.trans(key), input_precision=PRECISION)
         seen = (keys[None, :] >= begin[:, None]) & (keys[None, :] <= rows[:, None])
         weight = tl.where(seen, tl.exp2(score * scale - norm[:, None]), 0.0)
         d_weight = tl.dot(grad, tl.trans(value), input_precision=PRECISION)
         d_score = weight * (d_weight - inner[:, None])
         sums = tl.dot(d_score.to(key.dtype), key, sums, input_precision=PRECISION)
-    _put(dq + head * dq_h * BESIDE, rows, columns, dq_t, T, C, BESIDE, sums * slope)
+    _put(dq + head * dq_h * UNIT, rows, columns, dq_t, T, C, UNIT, sums * slope)
 
 
 @triton.jit
@@ -112,15 +109,14 @@ def attention_dkv(
     q, k, v, lse, delta, last, do, dk, dv,
     q_t, q_h, k_t, k_h, v_t, v_h, do_t, do_h, dk_t, dk_h, dv_t, dv_h,
     T, window, scale, slope,
-    GROUPS: tl.constexpr, C: tl.constexpr, ROOM: tl.constexpr, WIDTH: tl.constexpr,
-    UNIT: tl.constexpr, BESIDE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    PRECISION: tl.constexpr,
+    GROUPS: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of the gradients of keys and values; `last` (T,) is where every sample ends."""
     start, kv = tl.program_id(0) * N, tl.program_id(1)
     keys, columns = start + tl.arange(0, N), tl.arange(0, WIDTH)
-    key = _tile(k + kv * k_h * UNIT, keys, columns, k_t, T, ROOM, UNIT)
-    value = _tile(v + kv * v_h * UNIT, keys, columns, v_t, T, ROOM, UNIT)
+    key = _tile(k + kv * k_h * UNIT, keys, columns, k_t, T, C, UNIT)
+    value = _tile(v + kv * v_h * UNIT, keys, columns, v_t, T, C, UNIT)
     end = tl.minimum(start + N, T) - 1
     high = tl.minimum(tl.load(last + end), end + window)
     final = tl.minimum(tl.load(last + keys, mask=keys < T, other=0), keys + window)
@@ -129,8 +125,8 @@ def attention_dkv(
     for head in range(kv * GROUPS, kv * GROUPS + GROUPS):
         for block in range(start // M * M, high, M):
             rows = block + tl.arange(0, M)
-            query = _tile(q + head * q_h * UNIT, rows, columns, q_t, T, ROOM, UNIT)
-            grad = _tile(do + head * do_h * BESIDE, rows, columns, do_t, T, C, BESIDE)
+            query = _tile(q + head * q_h * UNIT, rows, columns, q_t, T, C, UNIT)
+            grad = _tile(do + head * do_h * UNIT, rows, columns, do_t, T, C, UNIT)
             inside = rows < T
             norm = tl.load(lse + head * T + rows, mask=inside, other=0.0)
             inner = tl.load(delta + head * T + rows, mask=inside, other=0.0)
@@ -141,8 +137,8 @@ def attention_dkv(
             d_weight = tl.dot(value, tl.trans(grad), input_precision=PRECISION)
             d_score = weight * (d_weight - inner[None, :])
             d_key = tl.dot(d_score.to(query.dtype), query, d_key, input_precision=PRECISION)
-    _put(dk + kv * dk_h * BESIDE, keys, columns, dk_t, T, C, BESIDE, d_key * slope)
-    _put(dv + kv * dv_h * BESIDE, keys, columns, dv_t, T, C, BESIDE, d_value)
+    _put(dk + kv * dk_h * UNIT, keys, columns, dk_t, T, C, UNIT, d_key * slope)
+    _put(dv + kv * dv_h * UNIT, keys, columns, dv_t, T, C, UNIT, d_value)
 
 
 @triton.jit

@@ -62,9 +62,9 @@ class Llama:
         return [master for frame in self.frames for master in frame.masters]
 
     def split(self, kqv_TO: Tensor) -> list[Tensor]:
-        """Query, key and value as (1, H, T, C or the room of C), views of the rows."""
-        heads, kv, _ = self.heads
-        by_head = kqv_TO.unflatten(1, (heads + 2 * kv, -1))
+        """Query, key and value as (1, H, T, C), views of the rows."""
+        heads, kv, channels = self.heads
+        by_head = kqv_TO.unflatten(1, (-1, channels))
         k, q, v = (x.transpose(0, 1)[None] for x in by_head.split([kv, heads, kv], 1))
         return [q, k, v]
 
@@ -182,8 +182,8 @@ class _Layer(torch.autograd.Function):
         x_TD = x_TD.contiguous()
         n = parts.kqv.inner(len(x_TD))
         rates_T = ops.norm(x_TD, parts.norms[0], n)[1]
-        heads = parts.turned, parts.turned + parts.heads[1]
-        kqv_TO = ops.rotate_apart(parts.kqv.product(n), call.cos_TC, call.sin_TC, *heads)
+        kqv_TO = parts.kqv.product(n)
+        ops.rotate(kqv_TO, call.cos_TC, call.sin_TC, parts.turned, 1.0)
         a = parts.o.inner(len(x_TD), keep=True)
         lse_HT = attend_forward(
             *parts.split(kqv_TO), parts.by_head(a.values), *_limits(parts, call)

@@ -218,29 +218,22 @@ def add_update(
 
 @triton.jit
 def rotate(
-    x, out, cos, sin, x_row, out_row, H, turned, sign,
-    C: tl.constexpr, ROOM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
+    x, cos, sin, row_stride, H, sign,
+    C: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """H heads of a row, the first of them rotated by their position's angles times `sign`.
-
-    In `out` every head has ROOM channels: zeros after its C. It may be `x` itself.
-    """
+    """The first H heads of a row, rotated in place by their position's angles times `sign`."""
     row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
-    place = tl.arange(0, HALF)[None, :]
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    place = tl.arange(0, HALF)
     half: tl.constexpr = C // 2
-    c = tl.load(cos + row * C + place, mask=place < half, other=0.0).to(tl.float32)
-    s = tl.load(sin + row * C + place, mask=place < half, other=0.0).to(tl.float32) * sign
-    c, s = tl.where(head < turned, c, 1.0), tl.where(head < turned, s, 0.0)
-    source = x + row * x_row + head * C + place
-    inside = (head < H) & (place < half)
-    left = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    right = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
-    target = out + row * out_row + head * ROOM + place
+    c = tl.load(cos + row * C + place, mask=place < half, other=0.0).to(tl.float32)[None, :]
+    s = tl.load(sin + row * C + place, mask=place < half, other=0.0).to(tl.float32)[None, :] * sign
+    target = x + row * row_stride + head[:, None] * C + place[None, :]
+    inside = (head[:, None] < H) & (place[None, :] < half)
+    left = tl.load(target, mask=inside, other=0.0).to(tl.float32)
+    right = tl.load(target + half, mask=inside, other=0.0).to(tl.float32)
     tl.store(target, (left * c - right * s).to(x.dtype.element_ty), mask=inside)
     tl.store(target + half, (right * c + left * s).to(x.dtype.element_ty), mask=inside)
-    if ROOM > C:
-        tl.store(target + C, tl.zeros_like(left), mask=(head < H) & (place < ROOM - C))
 
 
 @triton.jit

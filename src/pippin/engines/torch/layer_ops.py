@@ -3,7 +3,6 @@
 Shape letters: T tokens, D hidden, F feed-forward, O outputs of query, key and value.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -13,7 +12,6 @@ from torch import Tensor
 from pippin.engines.torch import layer_kernels as kernels
 from pippin.engines.torch.frames import Frame, Wide
 
-ROOM = 8  # channels; what a head's are rounded up to
 SPLITS = 8  # of the tokens, where sums over them are made
 GATE_TILE = {"M": 32, "N": 32, "num_warps": 2, "num_stages": 3}  # the fastest on Hopper
 
@@ -116,30 +114,11 @@ def add_update(y_TD: Tensor, beside_TD: Tensor, tail_TE: Tensor, frame: Frame) -
 
 def rotate(x_TO: Tensor, cos_TC: Tensor, sin_TC: Tensor, heads: int, sign: float) -> None:
     """Turn the first `heads` heads of every row by their position's angles, in place."""
-    _rotate(x_TO, x_TO, (cos_TC, sin_TC), (heads, heads, cos_TC.shape[1]), sign)
-
-
-def rotate_apart(x_TO: Tensor, cos_TC: Tensor, sin_TC: Tensor, turned: int, heads: int) -> Tensor:
-    """(T, heads * room): all heads of a row, the first `turned` of them rotated.
-
-    In their room every head begins at a multiple of 16 bytes: attention reads it at once.
-    """
-    tokens, room = len(x_TO), -(-cos_TC.shape[1] // ROOM) * ROOM
-    if room == cos_TC.shape[1]:
-        rotate(x_TO, cos_TC, sin_TC, turned, 1.0)
-        return x_TO
-    out_TO = x_TO.new_empty(tokens, heads * room)
-    _rotate(x_TO, out_TO, (cos_TC, sin_TC), (heads, turned, room), 1.0)
-    return out_TO
-
-
-def _rotate(
-    x_TO: Tensor, out_TO: Tensor, angles: Sequence[Tensor], sizes: Sequence[int], sign: float
-) -> None:
-    (heads, turned, room), channels, some = sizes, angles[0].shape[1], 32
+    channels = cos_TC.shape[1]
+    some = 32
     kernels.rotate[(len(x_TO), -(-heads // some))](
-        x_TO, out_TO, *angles, x_TO.stride(0), out_TO.stride(0), heads, turned, sign,
-        C=channels, ROOM=room, HALF=_power(channels // 2), HEADS=some, num_warps=8,
+        x_TO, cos_TC, sin_TC, x_TO.stride(0), heads, sign,
+        C=channels, HALF=_power(channels // 2), HEADS=some, num_warps=8,
     )  # fmt: skip
 
 

@@ -14,7 +14,9 @@ from torch import Tensor
 from pippin.engines.torch import kernels
 
 LOG2E = math.log2(math.e)
-CLASSES = 8192  # of a row that a program keeps in registers
+# Of a row, what a program keeps in registers: the fastest on Hopper.
+SUMS = {"BLOCK": 4096, "num_warps": 8}
+GRADS = {"BLOCK": 16384, "num_warps": 16}
 SCHEMA = "Tensor q, Tensor k, Tensor v, Tensor first, Tensor last, float scale, int window"
 
 
@@ -62,13 +64,12 @@ def _attend(*inputs: Any) -> tuple[Tensor, Tensor]:
 
 
 def attend_forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *rest: Any) -> Tensor:
-    """Fill `out` (1, T, H, C); returns the rows' log-sum-exp, (H, T) float32. `rest` as above.
-
-    Query, key and value may have more channels than `out`, zeros.
-    """
+    """Fill `out` (1, T, H, C); returns the rows' log-sum-exp, (H, T) float32. `rest` as above."""
     first, _, scale, window = rest
     lse = _row_sums(q)
-    strides, constants = _operands((q, k, v), (out.transpose(1, 2),))
+    operands = (q, k, v, out.transpose(1, 2))
+    constants = _constants(operands)
+    strides = [s // constants["UNIT"] for x in operands for s in _strides(x)]
     tile = _tiles(q, constants["UNIT"])["forward"]
     kernels.attention[(-(-q.shape[2] // tile["M"]), q.shape[1])](
         q, k, v, out, lse, first, *strides,
@@ -94,44 +95,41 @@ def attend_backward(
     (out, lse), (q, k, v), (dq, dk, dv) = kept, qkv, grads
     first, last, scale, window = rest
     delta, length = torch.empty_like(lse), q.shape[2]
-    beside = (out.transpose(1, 2), grad.transpose(1, 2), dq, dk, dv)
-    strides, constants = _operands((q, k, v), beside)
+    operands = (q, k, v, out.transpose(1, 2), grad.transpose(1, 2), dq, dk, dv)
+    constants = _constants(operands)
+    q_s, k_s, v_s, out_s, do_s, dq_s, dk_s, dv_s = (
+        [s // constants["UNIT"] for s in _strides(x)] for x in operands
+    )
     numbers = (length, window, scale * LOG2E, scale)
     tiles = _tiles(q, constants["UNIT"])
     tile = tiles["dq"]
     kernels.attention_dq[(-(-length // tile["M"]), q.shape[1])](
         q, k, v, out, lse, first, grad, dq, delta,
-        *strides[:12], *numbers, **constants, **tile,
+        *q_s, *k_s, *v_s, *out_s, *do_s, *dq_s, *numbers, **constants, **tile,
     )  # fmt: skip
     tile = tiles["dkv"]
     kernels.attention_dkv[(-(-length // tile["N"]), k.shape[1])](
         q, k, v, lse, delta, last, grad, dk, dv,
-        *strides[:6], *strides[8:10], *strides[12:], *numbers, **constants, **tile,
+        *q_s, *k_s, *v_s, *do_s, *dk_s, *dv_s, *numbers, **constants, **tile,
     )  # fmt: skip
 
 
-def _operands(qkv: Sequence[Tensor], beside: Sequence[Tensor]) -> tuple[list[int], dict[str, Any]]:
-    """Their strides of tokens and of heads in words, in turn, and what the kernels are built for.
+def _strides(x: Tensor) -> tuple[int, int]:
+    """Of tokens and of heads, in (1, H, T, C)."""
+    assert x.stride(3) == 1, "head channels lie next to each other"
+    return x.stride(2), x.stride(1)
 
-    All are (1, H, T, C). A word is as many elements as divide all strides: what is loaded at once.
-    """
-    strides, words = [], []
-    for operands in (qkv, beside):
-        assert all(x.stride(3) == 1 for x in operands), "head channels lie next to each other"
-        found = [s for x in operands for s in (x.stride(2), x.stride(1))]
-        words.append(math.gcd(8, *found))
-        strides += [s // words[-1] for s in found]
-    q, k = qkv[:2]
-    constants = {
+
+def _constants(operands: tuple[Tensor, ...]) -> dict[str, Any]:
+    q, k = operands[:2]
+    channels = q.shape[3]
+    return {
         "GROUPS": q.shape[1] // k.shape[1],
-        "C": beside[0].shape[3],
-        "ROOM": q.shape[3],
-        "WIDTH": max(16, 1 << (q.shape[3] - 1).bit_length()),
-        "UNIT": words[0],
-        "BESIDE": words[1],
+        "C": channels,
+        "WIDTH": max(16, 1 << (channels - 1).bit_length()),
+        "UNIT": math.gcd(8, *(s for x in operands for s in _strides(x))),
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
     }
-    return strides, constants
 
 
 def _tiles(q: Tensor, unit: int) -> dict[str, dict[str, int]]:
@@ -165,17 +163,16 @@ def row_losses(
     products_SV: Tensor, targets_S: Tensor, scale: float, softcap: float | None, *, wanted: bool
 ) -> Tensor:
     """(S,) float32 losses in nats; where `wanted`, the products become their gradient in place."""
-    rows, classes = products_SV.shape
-    parts, stride = -(-classes // CLASSES), products_SV.stride(0)
+    (rows, classes), stride = products_SV.shape, products_SV.stride(0)
+    parts = -(-classes // SUMS["BLOCK"])
     sums_SP = torch.empty(rows, parts, dtype=torch.float32, device=products_SV.device)
     losses_S = torch.empty(rows, dtype=torch.float32, device=products_SV.device)
-    options = {"CAPPED": softcap is not None, "BLOCK": CLASSES, "num_warps": 8}
-    finish = (scale, softcap or 1.0)
+    finish, capped = (scale, softcap or 1.0), softcap is not None
     kernels.part_sums[(parts, rows)](
-        products_SV, targets_S, sums_SP, losses_S, classes, stride, *finish, **options
+        products_SV, targets_S, sums_SP, losses_S, classes, stride, *finish, CAPPED=capped, **SUMS
     )
-    kernels.cross_entropy[(parts if wanted else 1, rows)](
+    kernels.cross_entropy[(-(-classes // GRADS["BLOCK"]) if wanted else 1, rows)](
         products_SV, targets_S, sums_SP, losses_S, classes, stride, parts, *finish,
-        WANTED=wanted, PARTS=1 << (parts - 1).bit_length(), **options,
+        CAPPED=capped, WANTED=wanted, PARTS=1 << (parts - 1).bit_length(), **GRADS,
     )  # fmt: skip
     return losses_S
