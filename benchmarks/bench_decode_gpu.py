@@ -4,6 +4,7 @@ A recorded step is one CUDA graph; a plain one is sent off kernel by kernel, as 
 Random weights, greedy, one answer; the first tokens, in which the prompt is read, are left out.
 """
 
+import copy
 import time
 from typing import Any
 
@@ -84,8 +85,9 @@ def pack_linears(made: Any, bits: int) -> None:
         for name, linear in list(parent.named_children()):
             if isinstance(linear, torch.nn.Linear):
                 shape = tuple(linear.weight.shape)
-                cache[shape] = cache.get(shape) or random_codes(bits, shape)
-                setattr(parent, name, kernel_for(grid, shape)(cache[shape], None).to("cuda"))
+                if shape not in cache:
+                    cache[shape] = kernel_for(grid, shape)(random_codes(bits, shape), None)
+                setattr(parent, name, copy.deepcopy(cache[shape]).to("cuda"))
 
 
 def random_codes(bits: int, shape: tuple[int, int]) -> Any:
