@@ -162,6 +162,9 @@ def test_a_file_that_computes_something_else_is_refused(bundle, quantized, tmp_p
     [
         "odd_heads",
         "qwen3",
+        "gemma3_short",
+        pytest.param("gemma3", marks=pytest.mark.slow),
+        pytest.param("mistral", marks=pytest.mark.slow),
         pytest.param("qwen2", marks=pytest.mark.slow),
         pytest.param("untied", marks=pytest.mark.slow),
     ],

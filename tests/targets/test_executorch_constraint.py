@@ -88,8 +88,7 @@ def test_a_budget_offers_both_widths_each_with_the_scales_it_needs(checkpoint):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gemma3_text", "sliding_window": 512}, "sliding-window attention (512"),
-        ({"model_type": "mistral", "sliding_window": 4096}, "sliding-window attention (4096"),
+        ({"model_type": "gemma2", "attn_logit_softcapping": 50.0}, "caps its attention scores"),
         ({"model_type": "mamba2"}, "model type mamba2"),
         ({"rope_parameters": {"rope_type": "dynamic"}}, "rope type dynamic"),
         ({"hidden_act": "gelu"}, "activation gelu"),
@@ -98,6 +97,20 @@ def test_a_budget_offers_both_widths_each_with_the_scales_it_needs(checkpoint):
 )
 def test_models_that_are_not_built_are_refused(checkpoint, changes, message):
     assert message in load_target("executorch").refusal(GOOD, checkpoint(**changes))[0]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_type": "gemma3_text", "sliding_window": 512},
+        {"model_type": "mistral", "sliding_window": 512},
+    ],
+)
+def test_windows_are_refused_where_nothing_masks_them(checkpoint, changes):
+    folder, asked = checkpoint(**changes), replace(GOOD)
+    assert load_target("executorch").refusal(asked, folder) is None
+    refusal = load_target("executorch-vulkan").refusal(asked, folder)
+    assert "sliding-window attention (512" in refusal[0]
 
 
 def test_a_window_that_no_layer_uses_is_no_reason(checkpoint):

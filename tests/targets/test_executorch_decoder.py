@@ -52,7 +52,7 @@ def our_logits(folder, ids, cuts=()):
     return torch.cat(parts, 1)[0]
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("kind", [*sorted(KINDS), "gemma3", "gemma3_short", "mistral"])
 def test_logits_are_those_of_transformers(quantized, kind):
     folder, ids = quantized(kind), torch.arange(40)[None] * 7 % 320
     torch.testing.assert_close(

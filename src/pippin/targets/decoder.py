@@ -255,5 +255,6 @@ def _capped(logits: Tensor, cap: float) -> Tensor:
 
 def _gelu(x_BTF: Tensor) -> Tensor:
     # Written out: coremltools 9 makes PyTorch's operator the exact GELU, whatever it is asked for.
-    inner_BTF = x_BTF * (1 + 0.044715 * x_BTF * x_BTF) * math.sqrt(2 / math.pi)
-    return 0.5 * x_BTF * (1 + torch.tanh(inner_BTF))
+    # Its ones are floats: XNNPACK adds no others.
+    inner_BTF = x_BTF * (1.0 + 0.044715 * x_BTF * x_BTF) * math.sqrt(2 / math.pi)
+    return 0.5 * x_BTF * (1.0 + torch.tanh(inner_BTF))

@@ -13,7 +13,9 @@ GEMMAS = ("gemma", "gemma2", "gemma3_text")
 # Every how many layers one attends to everything, where the config is silent.
 _PATTERNS = {"gemma2": 2, "gemma3_text": 6}
 # Targets whose caches mask by themselves what lies before a window.
-MASKED = ("coreai", "coreml", "executorch-coreml")
+MASKED = ("coreai", "coreml", "executorch", "executorch-coreml")
+# Those whose attention caps its scores as Gemma 2 does.
+CAPPED = ("coreai", "coreml", "executorch-coreml")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 # transformers' names of the two activations that the decoder has.
 ACTIVATIONS = {False: "silu", True: "gelu_pytorch_tanh"}
@@ -34,6 +36,11 @@ def refuse_family(target: str, checkpoint: Path) -> Iterator[Refusal]:
         yield (
             f"{target}: model type {config.model_type} is not built, only {', '.join(built)}",
             "deploy a model of one of these families",
+        )
+    elif config.raw.get("attn_logit_softcapping") and target not in CAPPED:
+        yield (
+            f"{target}: {config.model_type} caps its attention scores, its attention operator none",
+            f"deploy to one of {', '.join(CAPPED)}",
         )
     yield from _refuse_details(target, config)
 

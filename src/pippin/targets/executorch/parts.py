@@ -3,6 +3,8 @@
 Shape letters: B batch (1), T tokens, D inputs, H heads, K kv heads, C head channels, S slots.
 """
 
+from typing import TypeAlias
+
 # The library with llama.update_cache and llama.custom_sdpa; importing it is what defines them.
 import executorch.extension.llm.custom_ops.custom_ops  # noqa: F401
 import torch
@@ -20,6 +22,10 @@ from pippin.targets.executorch.layers import (
     fake_quantize,
 )
 from pippin.targets.folder import Folder
+from pippin.targets.portable import UNSEEN
+
+# The first slot of a call's tokens; what is added to their scores, where a window hides slots.
+Place: TypeAlias = tuple[int, Tensor | None]
 
 
 class Cache(nn.Module):
@@ -27,17 +33,20 @@ class Cache(nn.Module):
 
     def __init__(self, shape: Shape):
         super().__init__()
-        self.scale = shape.head_dim**-0.5
+        self.scale = shape.attention_scale
         size = (1, shape.context, shape.num_kv_heads, shape.head_dim)
         self.register_buffer("keys", torch.zeros(size), persistent=False)
         self.register_buffer("values", torch.zeros(size), persistent=False)
 
-    def forward(self, q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, start: int) -> Tensor:
-        """Write T tokens from slot `start` on, then attend causally; (B, T, H, C) to the same."""
-        ops = torch.ops.llama
+    def forward(self, q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, place: Place) -> Tensor:
+        """Write T tokens at their place, then attend causally; (B, T, H, C) to the same."""
+        ops, (start, mask_TS) = torch.ops.llama, place
         ops.update_cache(k_BTKC, self.keys, start)
         ops.update_cache(v_BTKC, self.values, start)
-        return ops.custom_sdpa(q_BTHC, self.keys, self.values, start, None, 0.0, True, self.scale)
+        causal = mask_TS is None
+        return ops.custom_sdpa(
+            q_BTHC, self.keys, self.values, start, mask_TS, 0.0, causal, self.scale
+        )
 
 
 class XnnpackParts:
@@ -45,9 +54,14 @@ class XnnpackParts:
 
     norm, rotation, cache = RMSNorm, Rotation, Cache
 
-    def place(self, shape: Shape, start: int, length: int, window: int | None) -> int:
-        """The first slot: the caches' operators mask themselves."""
-        return start
+    def place(self, shape: Shape, start: int, length: int, window: int | None) -> Place:
+        """The first slot: the caches' operators mask themselves what no window hides."""
+        if window is None:
+            return start, None
+        slots_S = torch.arange(shape.context)
+        back_TS = slots_S[start : start + length, None] - slots_S
+        seen_TS = (back_TS >= 0) & (back_TS < window)
+        return start, (seen_TS.float() - 1) * UNSEEN
 
     def linear(self, folder: Folder, name: str) -> nn.Module:
         """The linear `name` with its bias, quantized or plain as the folder stores it."""

@@ -6,7 +6,7 @@ Caches and attention are ExecuTorch's own operators, which the delegate takes ov
 from torch import nn
 
 from pippin.targets.executorch.affine import Matrix, require_grid
-from pippin.targets.executorch.parts import Cache
+from pippin.targets.executorch.parts import Cache, Place
 from pippin.targets.executorch.vulkan import BITS
 from pippin.targets.folder import Affine
 from pippin.targets.matrices import MatrixParts
@@ -16,9 +16,10 @@ from pippin.targets.shape import Shape
 class VulkanParts(MatrixParts):
     """Parts over symmetric codes; see targets.decoder.Parts."""
 
-    def place(self, shape: Shape, start: int, length: int, window: int | None) -> int:
+    def place(self, shape: Shape, start: int, length: int, window: int | None) -> Place:
         """The first slot: the caches' operators mask themselves."""
-        return start
+        assert window is None
+        return start, None
 
     def cache(self, shape: Shape) -> nn.Module:  # ty: ignore[incompatible-method-override]
         """ExecuTorch's own."""
