@@ -22,13 +22,14 @@ from typing import Any
 import numpy as np
 
 import common
-from forecast_runs import SETS, SHAPES, Run
+from forecast_runs import OTHERS, SETS, SHAPES, Run
 
 
 def main() -> None:
     """Make each model once, train it in children, print the two rows."""
     parser = common.arguments(__doc__ or "")
     parser.add_argument("--device", choices=SETS, default="cpu")
+    parser.add_argument("--engine", choices=("torch", *OTHERS), default="torch")
     parser.add_argument("--fit", action="store_true", help="the runs the constants are read off")
     parser.add_argument("--only", default="", help="numbers of runs, comma-separated")
     parser.add_argument("--jobs", type=int, default=1, help="runs at once")
@@ -46,7 +47,9 @@ def main() -> None:
     else:
         found = list(measured(options))
     if not options.fit:
-        common.report(rows_of(found), options.save, gpu() if options.device == "cuda" else None)
+        infix = f"-{options.engine}" if options.engine in OTHERS else ""
+        rows = rows_of(found, f"memory-forecast{infix}")
+        common.report(rows, options.save, gpu() if options.device == "cuda" else None)
 
 
 def gpu() -> tuple[str, int]:
@@ -58,7 +61,7 @@ def gpu() -> tuple[str, int]:
 
 def measured(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The figures of every run that was asked for, as they come."""
-    runs = SETS[options.device][options.fit]
+    runs = OTHERS[options.engine] if options.engine in OTHERS else SETS[options.device][options.fit]
     numbers = [int(n) for n in options.only.split(",") if n] or range(len(runs))
     asked = [runs[n] for n in numbers]
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(options.jobs) as pool:
@@ -102,7 +105,7 @@ def error(each: dict[str, Any]) -> float:
     return each["forecast"] / each["measured"] - 1
 
 
-def rows_of(found: list[dict[str, Any]]) -> list[common.Row]:
+def rows_of(found: list[dict[str, Any]], prefix: str) -> list[common.Row]:
     """The two figures of the runs of one device."""
     errors = [error(each) for each in found]
     notes = {
@@ -112,7 +115,7 @@ def rows_of(found: list[dict[str, Any]]) -> list[common.Row]:
     figures = {"median": float(np.median(np.abs(errors))), "worst": float(np.max(np.abs(errors)))}
     return [
         common.Row(
-            name=f"memory-forecast-{name}",
+            name=f"{prefix}-{name}",
             value=round(value, 4),
             unit="error of the forecast peak, relative to the measured one",
             better="lower",
@@ -141,7 +144,7 @@ def recipe_of(asked: Run, folder: Path, device: str) -> Any:
     from pippin import recipe
 
     method: Any = "full" if asked.method == "full" else "lora"
-    place: dict[str, Any] = {"device": device, "dtype": asked.dtype}
+    place: dict[str, Any] = {"engine": asked.engine, "device": device, "dtype": asked.dtype}
     return recipe.Recipe(
         model=recipe.Model(source="model", **place),
         data=recipe.Data(source="rows", max_seq_len=asked.tokens // asked.split),

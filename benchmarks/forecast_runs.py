@@ -44,6 +44,7 @@ class Run:
     split: int = 1
     checkpointing: bool = False
     dtype: str = "auto"
+    engine: str = "torch"
 
     @property
     def name(self) -> str:
@@ -107,3 +108,15 @@ CUDA_FIT = [
     run("gemma-a", 8, "full", 1536, split=6),
 ]
 SETS = {"cpu": (CPU, CPU_FIT), "cuda": (CUDA, CUDA_FIT)}
+# Of the other engines, on a CPU, where both compute in float32.
+MLX = [
+    run("smollm2-135m", 8, "lora", 1024, split=2, engine="mlx"),
+    run("smollm2-135m", 8, "lora", 512, checkpointing=True, engine="mlx"),
+    run("qwen2.5-0.5b", 4, "lora", 512, split=2, engine="mlx"),
+]
+JAX = [
+    run("smollm2-135m", 8, "lora", 1024, split=2, engine="jax"),
+    run("smollm2-135m", 8, "lora", 1024, split=2, checkpointing=True, engine="jax"),
+    run("qwen2.5-0.5b", 4, "lora", 512, split=2, engine="jax"),
+]
+OTHERS = {"mlx": MLX, "jax": JAX}

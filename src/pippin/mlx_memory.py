@@ -48,12 +48,13 @@ def _kept(shape: Shape, train: TrainShape) -> int:
     """Bytes a token: norms and residuals 5D, attention, gate, up and product 3F, narrow products.
 
     Attention keeps query, key, value and output, on a GPU twice: packed, and in slots. On a CPU it
-    keeps the scaled query and a row of weights a head.
+    keeps the scaled query and a row of weights a head. A gate that is not SiLU keeps 4F more.
     """
     q, k = widths(shape)
     d, family = shape.hidden_size, family_of(shape)
     a_token = 5 * d + 2 * q + 2 * k + 3 * shape.intermediate_size + narrow(train)
     a_token += 2 * d * family.after + (q + k) * family.heads
+    a_token += 4 * shape.intermediate_size * family.own
     if train.device == "cpu":
         a_token += q + shape.num_heads * train.longest
     else:

@@ -155,11 +155,10 @@ def _backward(shape: Shape, train: TrainShape) -> int:
 
 
 def _loss(shape: Shape, train: TrainShape) -> int:
-    """A chunk of logits in the model's dtype, and a block of it in float32."""
-    if train.device == "cuda":
-        return min(train.tokens * shape.vocab_size * train.itemsize, LOSS_BYTES)
-    chunk = OTHER_LOSS_BYTES * train.itemsize // 4
-    return min(train.tokens * shape.vocab_size * train.itemsize, chunk) + (1 << 20)
+    """A chunk of logits in the model's dtype; without a kernel a block of it in float32."""
+    chunk = LOSS_BYTES if train.device == "cuda" else OTHER_LOSS_BYTES * train.itemsize // 4
+    block = 0 if train.kernels else 1 << 20
+    return min(train.tokens * shape.vocab_size * train.itemsize, chunk) + block
 
 
 def _casts(shape: Shape, train: TrainShape) -> int:

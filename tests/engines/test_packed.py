@@ -42,8 +42,10 @@ def made(kind, shape=(128, 192), symmetric=True, bias=False):
 KINDS = [(Int4Linear, True), (Int4Linear, False), (Int8Linear, True)]
 
 
+@pytest.mark.parametrize("piece", [packed.PIECE, 1])
 @pytest.mark.parametrize(("kind", "symmetric"), KINDS)
-def test_dense_is_the_stored_weight_rounded_once(kind, symmetric):
+def test_dense_is_the_stored_weight_rounded_once(kind, symmetric, piece, monkeypatch):
+    monkeypatch.setattr(packed, "PIECE", piece)
     linear, exact, _ = made(kind, symmetric=symmetric)
     assert torch.equal(linear.dense(), exact.float().bfloat16())
 

@@ -20,7 +20,9 @@ from pippin.engines.torch.packed import pack, packable
 from pippin.errors import ModelError, first_line
 from pippin.model import names
 from pippin.model.quantized import DenseView
-from pippin.model.weights import Tensors
+from pippin.model.weights import Checkpoint, Tensors, row_chunks
+
+PIECE_BYTES = 16 << 20  # of a tensor in float32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,8 +43,9 @@ def load_network(
     """The folder's causal language model on `device`, frozen, in evaluation mode.
 
     A folder quantized in our layout is dequantized while it loads; in bfloat16, on a CPU or on
-    CUDA, linears that have a kernel there keep their codes. Raises ModelError for a folder that is
-    not a model, and for tensors that are missing, left over or of another shape.
+    CUDA, linears that have a kernel there keep their codes. Half precision turns into float32 on a
+    CPU piece by piece: transformers would keep the file in memory beside it. Raises ModelError for
+    a folder that is not a model, and for tensors that are missing, left over or of another shape.
     """
     config = _read_config(folder, options.remote_code)
     kind = _model_class(folder, config)
@@ -56,6 +59,9 @@ def load_network(
             config.__dict__.pop(key, None)
         view = DenseView(folder)
         kernels = packable(view, _linears(kind, config), device, dtype)
+    elif device.type == "cpu" and dtype == torch.float32 and _stores_halves(folder):
+        view = DenseView(folder)
+    if view is not None:
         tensors = _dense(view, dtype, kernels)
         source |= {"pretrained_model_name_or_path": None, "state_dict": tensors}
     network = _load(kind, config, folder, dtype=dtype, device=device, **source)
@@ -164,9 +170,25 @@ def _dense(view: DenseView, dtype: torch.dtype, packed: Collection[str]) -> dict
     """Every weight in `dtype`; in the place of a packed one, zeros that take no memory."""
     zero = torch.zeros((), dtype=dtype)
     return {
-        name: zero.expand(spec.shape) if name in packed else _tensor(view.read(name)).to(dtype)
+        name: zero.expand(spec.shape) if name in packed else _read(view, name, dtype)
         for name, spec in view.tensors.items()
     }
+
+
+def _read(view: DenseView, name: str, dtype: torch.dtype) -> Tensor:
+    """A weight in `dtype`: what it is made from exists in pieces."""
+    spec = view.tensors[name]
+    if not spec.shape:
+        return _tensor(view.read(name)).to(dtype)
+    whole = torch.empty(spec.shape, dtype=dtype)
+    for start, stop in row_chunks(spec, PIECE_BYTES):
+        whole[start:stop] = _tensor(view.read_rows(name, start, stop))
+    return whole
+
+
+def _stores_halves(folder: Path) -> bool:
+    stored = {info.dtype.name for info in Checkpoint(folder).tensors.values()}
+    return stored <= {"bfloat16", "float16"}
 
 
 def _tensor(array: Any) -> Tensor:

@@ -23,6 +23,7 @@ from pippin.quantizers import Codes, Grid
 FEW = 6  # more tokens than this are faster through a dense copy, which takes about a millisecond
 BLOCK = 64  # outputs that the 4-bit kernel packs together
 GROUPS = (32, 64, 128, 256)
+PIECE = 1 << 18  # weights that are unpacked at a time: ten bytes each, which a cache holds
 
 
 class PackedLinear(nn.Module, abc.ABC):
@@ -105,13 +106,18 @@ class Int4Linear(PackedLinear):
 
     def dense(self) -> Tensor:
         """W, (O, I) bfloat16."""
+        return _in_pieces(self, self._values)
+
+    def _values(self, start: int, stop: int) -> Tensor:
+        """Rows of W in float32, whole blocks of them."""
         order = kernel_order()
         assert order is not None
         bytes_BIH = self.codes.view(-1, self.in_features, BLOCK // 2)
+        bytes_BIH = bytes_BIH[start // BLOCK : stop // BLOCK]
         nibbles = torch.cat([bytes_BIH & 15, bytes_BIH >> 4], -1)[..., order]
-        codes_OGS = nibbles.transpose(1, 2).reshape(self.out_features, -1, self.group)
-        weight_OGS = torch.addcmul(self.biases.float(), codes_OGS.float(), self.scales.float())
-        return weight_OGS.view(self.out_features, -1).to(torch.bfloat16)
+        codes_OGS = nibbles.transpose(1, 2).reshape(-1, self.in_features // self.group, self.group)
+        scales, biases = (part[start:stop].float() for part in (self.scales, self.biases))
+        return torch.addcmul(biases, codes_OGS.float(), scales).flatten(1)
 
 
 class Int8Linear(PackedLinear):
@@ -133,7 +139,21 @@ class Int8Linear(PackedLinear):
 
     def dense(self) -> Tensor:
         """W, (O, I) bfloat16."""
-        return (self.codes.float() * self.scales.float()[:, None]).to(torch.bfloat16)
+        return _in_pieces(self, self._values)
+
+    def _values(self, start: int, stop: int) -> Tensor:
+        """Rows of W in float32."""
+        return self.codes[start:stop].float() * self.scales[start:stop].float()[:, None]
+
+
+def _in_pieces(linear: PackedLinear, values: Callable[[int, int], Tensor]) -> Tensor:
+    """(O, I) bfloat16 from rows in float32, a few blocks of them at a time."""
+    outputs, inputs = linear.out_features, linear.in_features
+    weight_OI = torch.empty(outputs, inputs, dtype=torch.bfloat16)
+    rows = max(1, PIECE // (BLOCK * inputs)) * BLOCK
+    for start in range(0, outputs, rows):
+        weight_OI[start : start + rows] = values(start, start + rows)
+    return weight_OI
 
 
 @functools.cache
