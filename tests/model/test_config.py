@@ -97,3 +97,15 @@ def test_what_is_no_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "vit"}')
     with pytest.raises(ModelError, match="has no num_hidden_layers"):
         read_config(tmp_path)
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        read_config(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("num_attention_heads", 0), ("vocab_size", -1), ("head_dim", "64"), ("head_dim", -1)],
+)
+def test_figures_that_are_no_counts(key: str, value: object) -> None:
+    counts = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+    with pytest.raises(ModelError, match=key):
+        parse_config({**dict.fromkeys(counts, 8), key: value}, Path("model"))

@@ -45,7 +45,7 @@ def read_raw(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     try:
         raw = json.loads(path.read_text())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise ModelError(
             f"{folder} has no {CONFIG}", "give a folder in Hugging Face's format"
         ) from None
@@ -72,6 +72,10 @@ def parse_config(raw: dict[str, Any], folder: Path) -> ModelConfig:
     figure = {name: _figure(text, spellings, folder) for name, spellings in _SPELLINGS.items()}
     hidden, heads = figure["hidden_size"], figure["num_heads"]
     inner = text.get("intermediate_size") or text.get("n_inner") or 4 * hidden
+    for key in ("intermediate_size", "num_key_value_heads", "head_dim"):
+        value = text.get(key)
+        if isinstance(value, str | float) or (isinstance(value, int) and value < 0):
+            raise ModelError(f"{folder / CONFIG}: {key} is {value!r}", "fetch the model again")
     return ModelConfig(
         architecture=(raw.get("architectures") or [""])[0],
         model_type=text.get("model_type", ""),
@@ -162,7 +166,7 @@ def shrunk(raw: dict[str, Any], vocabulary: int) -> dict[str, Any]:
 
 def _figure(text: dict[str, Any], spellings: tuple[str, ...], folder: Path) -> int:
     for key in spellings:
-        if isinstance(text.get(key), int):
+        if isinstance(text.get(key), int) and text[key] > 0:
             return text[key]
     raise ModelError(
         f"{folder / CONFIG} has no {spellings[0]}",
