@@ -26,6 +26,8 @@ HARMLESS = (
     b"Applying quantization config:",
     b"ompressing model:",
     b"Dispatching model:",
+    # A context of llama.cpp's that reads the vocabulary alone, or is rounded up to its own step.
+    b"llama_context: n_ctx_seq",
 )
 STDERR = 2
 

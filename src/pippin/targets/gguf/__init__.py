@@ -8,6 +8,7 @@ metadata.py     the architecture's figures
 vocabulary.py   the tokenizer
 writing.py      the bundle
 reading.py      the file back as a model folder, and its comparison
+llama_cpp.py    the file in llama.cpp, where that is installed
 """
 
 from collections.abc import Iterator
@@ -46,7 +47,7 @@ class Gguf:
         yield from writing.write(bundle)
 
     def load(self, folder: Path) -> Scorer:
-        """The file's tensors, read back and dequantized, in PyTorch: not llama.cpp itself.
+        """The file in llama.cpp; in PyTorch, read back, where that was not installed.
 
         Raises ModelError for an incomplete bundle.
         """

@@ -1,7 +1,5 @@
 """A written GGUF file read back: as tensors, as tokens, and as a model in PyTorch."""
 
-import importlib
-import importlib.util
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -27,19 +25,35 @@ from pippin.model.quantized import DenseView
 from pippin.model.tokenizer import Tokenizer
 from pippin.model.weights import Spec, Writer
 from pippin.targets.bundle import corpus, read_description
+from pippin.targets.gguf import llama_cpp
 from pippin.targets.gguf.tensors import places
 
 FILE = "model.gguf"
-RUNTIME = "its tensors, read back and dequantized, in PyTorch: llama.cpp itself was not run"
+REREAD = "its tensors, read back and dequantized, in PyTorch: llama.cpp itself was not run"
 _FAULT = "use the version of gguf that pippin names"
 
 
 def load(folder: Path) -> Scorer:
-    """The file's own tensors in float32 in PyTorch. Raises ModelError for an incomplete bundle."""
-    read_description(folder)
+    """The file in what it was judged in: llama.cpp, or its own tensors in float32 in PyTorch.
+
+    Raises ModelError for an incomplete bundle, or where llama.cpp is missing now.
+    """
+    description = read_description(folder)
+    if description["runtime"] == llama_cpp.RUNTIME:
+        return llama_cpp.LlamaCppModel(folder / FILE, description["context"])
+    return load_tensors(folder)
+
+
+def load_tensors(folder: Path) -> Scorer:
+    """The file's own tensors in float32 in PyTorch."""
     with tempfile.TemporaryDirectory() as place:
         write_dense(folder, Path(place))
         return load_engine("torch", "cpu").load(Path(place), "float32")
+
+
+def runtime() -> str:
+    """What judges a file here."""
+    return llama_cpp.RUNTIME if llama_cpp.is_installed() else REREAD
 
 
 def write_dense(bundle: Path, folder: Path) -> None:
@@ -97,9 +111,8 @@ def require_equal_tokens(path: Path, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _tokenized(path: Path, texts: list[str]) -> tuple[str, list[list[int]]]:
-    if importlib.util.find_spec("llama_cpp"):
-        llama_cpp: Any = importlib.import_module("llama_cpp")
-        model = llama_cpp.Llama(str(path), vocab_only=True, verbose=False)
+    if llama_cpp.is_installed():
+        model = llama_cpp.open_llama(path, vocab_only=True)
         encoded = (text.encode() for text in texts)
         found = [model.tokenize(text, add_bos=False, special=True) for text in encoded]
         model.close()
