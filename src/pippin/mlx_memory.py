@@ -1,7 +1,7 @@
 """What training in MLX holds at its high points: arithmetic over a model's shape, no framework.
 
-Read off `mx.get_peak_memory()` on a CPU, which a test compares with; on a GPU a run of 3B
-parameters agrees (benchmarks/results, mlx-w1-bf16).
+Read off `mx.get_peak_memory()` on a CPU, which a test compares with; for a GPU off one run of 3B
+parameters (benchmarks/results, mlx-w1-bf16).
 
 Letters: n tokens at once, D hidden, F feed-forward, H heads, V vocabulary, b bytes of an element.
 """
@@ -11,7 +11,7 @@ from pippin.train_memory import TrainBytes, weight_bytes
 
 CHUNK = 64 << 20  # logits in float32 that exist at once (engines/mlx/body.py)
 BUSY = 256  # tokens that a CPU computes at once, and the sample that is begun
-SLOTS = 1.25  # copies of samples in lengths that are rounded up, on a GPU
+SLOTS = 2.4  # of a GPU's copies, in lengths that are rounded up: samples of 216 tokens on average
 
 
 def mlx_bytes(shape: Shape, train: TrainShape) -> TrainBytes:
