@@ -148,9 +148,8 @@ def calibrate_once(source: Path, scratch: Path) -> dict[str, float]:
     from pippin.model.config import read_config
     from pippin.model.weights import Checkpoint
     from pippin.quantizers.choices import choose_all
-    from pippin.quantizers.hessian import Hessian
     from pippin.recipe import Quantize
-    from pippin.stages.calibration import in_layers, passes
+    from pippin.stages.calibration import Calibration, in_layers, passes
 
     engine, checkpoint = load_engine("torch", "cpu"), Checkpoint(source)
     choices = choose_all(checkpoint, read_config(source), Quantize(method="best"))
@@ -162,10 +161,21 @@ def calibrate_once(source: Path, scratch: Path) -> dict[str, float]:
     ]
     before, wall, cpu = _peak(), time.monotonic(), time.process_time()
     model = engine.load_layers(checkpoint, "bfloat16", scratch)
+    assert model is not None
+    calibration = Calibration(
+        model=model,
+        checkpoint=checkpoint,
+        batches=single_batches(samples, 2),
+        rows=len(samples),
+        tokens=TOKENS,
+        notices=(),
+        by_loss=True,
+        by_layer=True,
+    )
     for part in in_layers(parts, back=True):
-        moments = model.loss_moments(single_batches(samples, 2), part.values(), 0)
-        largest = max(moments.values(), key=len)
-        assert Hessian(largest).feedback.shape == largest.shape
+        for name, hessian in calibration.hessians(part):
+            assert hessian is not None, name
+            assert hessian.feedback.shape == hessian.matrix_II.shape, name
     return {
         "peak": _peak() - before,
         "imports": before,
