@@ -2,7 +2,7 @@
 
 The built-in small model, its linears rounded to 4 bits in groups of 32. Every side decodes the same
 weights with one thread in a process of its own; the first tokens' CPU-seconds, in which the prompt
-is read, are taken off.
+is read, are taken off. llama.cpp takes part where llama-cpp-python is installed.
 """
 
 import argparse
@@ -20,8 +20,11 @@ import numpy as np
 
 import common
 from pippin import recipe
+from pippin.targets import Bundle, load_target
+from pippin.targets.gguf.llama_cpp import LlamaCppModel, is_installed
 
-FIRST, TOKENS = 8, 72
+FIRST, TOKENS, CONTEXT = 8, 72, 128
+LLAMA = "llama.cpp Q4_0"
 PROMPT = list(range(100, 140))
 
 
@@ -36,7 +39,8 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as scratch:
         make_models(Path(scratch))
-        results = {side: in_own_process(side, Path(scratch)) for side in SIDES}
+        present = [side for side in SIDES if side != LLAMA or is_installed()]
+        results = {side: in_own_process(side, Path(scratch)) for side in present}
     common.report([row_of(results)], options.save)
 
 
@@ -71,7 +75,9 @@ def make_models(folder: Path) -> None:
     asked = recipe.Recipe(
         model=model,
         data=recipe.Data(source=""),
-        quantize=recipe.Quantize(method="rtn", bits=4, group_size=32, scheme="symmetric"),
+        quantize=recipe.Quantize(
+            method="rtn", bits=4, group_size=32, scheme="symmetric", embed_scheme="symmetric"
+        ),
     )
     origin = Origin(stage="quantize", inputs={}, settings={}, versions={})
     job = Job(
@@ -88,6 +94,10 @@ def make_models(folder: Path) -> None:
     with Writer(folder / "dense", view.tensors) as writer:
         for name, spec in view.tensors.items():
             writer.write(name, view.read(name).astype(spec.dtype))
+    if is_installed():
+        (folder / "gguf").mkdir()
+        bundle = Bundle(quantized=folder / "codes", folder=folder / "gguf", context=CONTEXT)
+        list(load_target("gguf").write(bundle))
 
 
 def pippin(folder: Path, dtype: str) -> Callable[[int], list[int]]:
@@ -95,6 +105,19 @@ def pippin(folder: Path, dtype: str) -> Callable[[int], list[int]]:
     from pippin.engines import Sampling, load_engine
 
     model = load_engine("torch", "cpu").load(folder / "codes", dtype)
+
+    def decode(count: int) -> list[int]:
+        steps = model.generate([np.array(PROMPT, np.int32)], Sampling(max_tokens=count))
+        return [int(token or 0) for (token,) in steps]
+
+    return decode
+
+
+def llama_cpp(folder: Path, dtype: str) -> Callable[[int], list[int]]:
+    """llama.cpp on the same codes."""
+    from pippin.engines import Sampling
+
+    model = LlamaCppModel(folder / "gguf" / "model.gguf", CONTEXT, n_threads=1, n_threads_batch=1)
 
     def decode(count: int) -> list[int]:
         steps = model.generate([np.array(PROMPT, np.int32)], Sampling(max_tokens=count))
@@ -129,6 +152,7 @@ SIDES = {
     "pippin int4": (pippin, "bfloat16"),
     "transformers bfloat16": (transformers, "bfloat16"),
     "transformers float32": (transformers, "float32"),
+    LLAMA: (llama_cpp, ""),
 }
 
 

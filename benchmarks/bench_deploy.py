@@ -4,7 +4,8 @@ Every file is made from one quantized folder (4-bit symmetric in groups of 32, t
 per channel), which this script makes by rounding to nearest unless `--quantized` gives one. The
 seconds include the target's own check; `written` in the notes is when the file stood, `cpu` the
 seconds of CPU time. Tokens a second of CPU time are those of the deployed file's scorer: for `gguf`
-that is PyTorch over the file's tensors, not llama.cpp.
+that is llama.cpp where llama-cpp-python is installed, else PyTorch over the file's tensors. There,
+ExecuTorch's decoding is compared with llama.cpp's Q4_0 of the same codes, one thread each.
 """
 
 import multiprocessing
@@ -30,6 +31,7 @@ from pippin.stages.fetch import fetch
 from pippin.stages.quantize import quantize
 from pippin.stages.shipped import bundle_bytes
 from pippin.targets import TARGETS, Bundle, load_target
+from pippin.targets.gguf.llama_cpp import LlamaCppModel, is_installed
 
 CONTEXT, TOKENS = 512, 32
 # What rows call a target.
@@ -85,7 +87,7 @@ def measure(target: str, quantized: Path, folder: Path) -> list[common.Row]:
     scorer = load_target(target).load(folder)
     loaded = time.perf_counter() - start
     rows.append(_row(f"load-{name}-seconds", loaded, "s"))
-    return [*rows, _decode(target, scorer, quantized)]
+    return [*rows, *_decode(target, scorer, quantized, folder)]
 
 
 def make(target: str, quantized: Path, folder: Path) -> Made:
@@ -120,13 +122,27 @@ def make_quantized(folder: Path) -> Path:
     return folder / "quantize"
 
 
-def _decode(target: str, scorer: Scorer, quantized: Path) -> common.Row:
+def _decode(target: str, scorer: Scorer, quantized: Path, folder: Path) -> list[common.Row]:
     """Tokens a second of CPU time, which others on the machine do not change."""
     speed = _speed(scorer, quantized)
     if target != "executorch":
-        return _row(f"decode-{NAMES.get(target, target)}-cpu", speed, "tokens/s of CPU", "higher")
+        name = f"decode-{NAMES.get(target, target)}-cpu"
+        return [_row(name, speed, "tokens/s of CPU", "higher")]
     peers = {"transformers, eager, bfloat16": round(_peer_speed(quantized), 2)}
-    return _row("decode-pte-int4-cpu", speed, "tokens/s of CPU", "higher", peers=peers)
+    rows = [_row("decode-pte-int4-cpu", speed, "tokens/s of CPU", "higher", peers=peers)]
+    if is_installed():
+        theirs = _llama_speed(quantized, folder.with_name("llama.cpp"))
+        notes = {"ours": round(speed, 1), "llama.cpp Q4_0": round(theirs, 1)}
+        unit = "of llama.cpp's tokens a second of CPU"
+        rows.append(_row("decode-llama-cpp-ratio", speed / theirs, unit, "higher", notes=notes))
+    return rows
+
+
+def _llama_speed(quantized: Path, folder: Path) -> float:
+    folder.mkdir()
+    list(load_target("gguf").write(Bundle(quantized=quantized, folder=folder, context=CONTEXT)))
+    model = LlamaCppModel(folder / "model.gguf", CONTEXT, n_threads=1, n_threads_batch=1)
+    return _speed(model, quantized)
 
 
 def _speed(scorer: Scorer, quantized: Path) -> float:

@@ -9,7 +9,7 @@ from pippin import artifact
 from pippin.model.quantized import count_weights
 
 # Beside the weights: the tokenizer, the template, and what pippin says about them.
-_DESCRIPTIONS = {".json", ".jinja", ".jsonl", ".md", ".model", ".py", ".txt"}
+_DESCRIPTIONS = {"", ".json", ".jinja", ".jsonl", ".md", ".model", ".py", ".txt"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

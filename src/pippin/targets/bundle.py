@@ -67,19 +67,24 @@ def describe(bundle: Bundle, target: str, tokenizer: Tokenizer, files: dict[str,
 
     `files` says what each of the target's own files is; those together are its size.
     """
-    generation = bundle.quantized / GENERATION_CONFIG
     return {
         "target": target,
         "files": files,
         "context": bundle.context,
         "stop_ids": sorted(tokenizer.stop_ids),
         "bos_id": tokenizer.bos_id,
-        "generation": json.loads(generation.read_text()) if generation.is_file() else {},
+        "generation": generation_defaults(bundle),
         "size_bytes": sum(_bytes(bundle.folder / name) for name in files),
         "parent": artifact.digest(bundle.quantized),
         "digests": artifact.file_digests(bundle.folder),
         "versions": versions(),
     }
+
+
+def generation_defaults(bundle: Bundle) -> dict[str, Any]:
+    """The model's own defaults for sampling, where it has any."""
+    path = bundle.quantized / GENERATION_CONFIG
+    return json.loads(path.read_text()) if path.is_file() else {}
 
 
 def finish(bundle: Bundle, description: dict[str, Any], guide: Callable[[Any], Guide]) -> None:

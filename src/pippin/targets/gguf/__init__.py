@@ -9,6 +9,7 @@ vocabulary.py   the tokenizer
 writing.py      the bundle
 reading.py      the file back as a model folder, and its comparison
 llama_cpp.py    the file in llama.cpp, where that is installed
+ollama.py       Ollama's Modelfile
 """
 
 from collections.abc import Iterator

@@ -19,11 +19,12 @@ from pippin.targets.bundle import (
     copy_side_files,
     describe,
     finish,
+    generation_defaults,
     notice,
     require_context,
 )
 from pippin.targets.gate import Limits, gate
-from pippin.targets.gguf import llama_cpp, reading
+from pippin.targets.gguf import llama_cpp, ollama, reading
 from pippin.targets.gguf.constraint import refuse_model
 from pippin.targets.gguf.encoding import Encoder, Entry
 from pippin.targets.gguf.guide import guide
@@ -62,6 +63,7 @@ def write(bundle: Bundle) -> Iterator[Event]:
     check["equal_tensors"] = reading.require_equal_tensors(path, encoder.view)
     check |= reading.require_equal_tokens(path, tokenizer)
     copy_side_files(bundle)
+    yield from _write_modelfile(bundle, tokenizer)
     if llama_cpp.is_installed():
         check |= yield from gate(
             bundle, tokenizer, LIMITS, lambda: llama_cpp.LlamaCppModel(path, bundle.context)
@@ -70,6 +72,16 @@ def write(bundle: Bundle) -> Iterator[Event]:
         yield notice("gguf", "llama-cpp-python is not installed: the file was read, not run")
     description = describe(bundle, "gguf", tokenizer, {reading.FILE: "weights and tokenizer"})
     finish(bundle, description | {"runtime": reading.runtime(), "check": check}, guide)
+
+
+def _write_modelfile(bundle: Bundle, tokenizer: Tokenizer) -> Iterator[Event]:
+    defaults = generation_defaults(bundle)
+    text = ollama.modelfile(reading.FILE, tokenizer, bundle.context, defaults)
+    if text is None:
+        why = "the chat template is more than texts around turns, and Ollama runs no Jinja"
+        yield notice("gguf", f"no {ollama.FILE}: {why}")
+        return
+    (bundle.folder / ollama.FILE).write_text(text, "utf-8")
 
 
 def _write_file(
