@@ -178,6 +178,15 @@ def test_a_size_and_a_divergence_are_budgets_too(place: Path, tmp_path: Path) ->
     curve = report["budget"]["curve"]
     assert curve == sorted(curve, key=lambda point: (point[0], -point[1]))
     assert curve[-1][1] == pytest.approx(0, abs=1e-9)  # every linear as it is
+    _run(place, tmp_path / "left", replace(SETTINGS, max_size="90kB", embed_bits=16), model=half)
+    bits = [_embedding_bits(tmp_path / folder) for folder in ("sized", "left")]
+    assert bits[0] < 8
+    assert bits[1] == 16
+
+
+def _embedding_bits(folder: Path) -> int:
+    rows = _report(folder)["tensors"]
+    return next(row["bits"] for row in rows if row["name"] == "model.embed_tokens.weight")
 
 
 def test_a_budget_may_leave_a_tensor_as_it_is(place: Path, tmp_path: Path) -> None:
