@@ -148,7 +148,7 @@ def _add_outputs(sums: dict[str, mx.array], name: str, g_NO: mx.array, weight_N:
     parts = spans(g_NO.shape[1])
     width = parts[0].stop
     squares = [_square(g_NO[:, span], weight_N) for span in parts]
-    wide = [mx.pad(square, ((0, 0), (0, width - len(square)))) for square in squares]
+    wide = [mx.pad(square, [(0, 0), (0, width - len(square))]) for square in squares]
     _sum(sums, outputs_of(name), mx.concatenate(wide))
 
 
