@@ -7,6 +7,8 @@ have a step and multiples of their own and are never positive.
 Shape letters: O output features, G groups, U super-groups.
 """
 
+from collections.abc import Iterator
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -47,6 +49,26 @@ def nest(grids: Grids, grid: Grid) -> Grids:
     above_OG = np.maximum(biases_OG, 0) / np.float32(2**grid.bits - 1)
     scales_OG = _multiples(scales_OG + above_OG, most, least=1)
     return scales_OG, -_multiples(np.maximum(-biases_OG, 0), most, least=0)
+
+
+def neighbours(grids: Grids, grid: Grid) -> Iterator[Grids]:
+    """Nested grids as they are and with multiples that are one less or more: all within the type.
+
+    What rounding did to a scale its zero point can make up for, so the nearest are not the best.
+    """
+    (scales_OG, biases_OG), most = grids, MOST[grid.bits]
+    scale_steps_OG, bias_steps_OG = (
+        steps(np.abs(part_OG), most).repeat(SUPER // GROUP, axis=1) for part_OG in grids
+    )
+    for along in (0, -1, 1):
+        moved_OG = scales_OG + along * scale_steps_OG
+        moved_OG = np.clip(moved_OG, scale_steps_OG, most * scale_steps_OG)
+        if grid.symmetric:
+            yield moved_OG, symmetric_bias(moved_OG, grid.bits)
+            continue
+        for down in (0, -1, 1):
+            shifted_OG = biases_OG + down * bias_steps_OG
+            yield moved_OG, np.clip(shifted_OG, -most * bias_steps_OG, 0)
 
 
 def steps(values_OG: NDArray[np.float32], most: int) -> NDArray[np.float32]:

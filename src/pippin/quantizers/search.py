@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from pippin.quantizers import Grid
 from pippin.quantizers.groups import MIN_SCALE, Grids, nearest, round_to, symmetric_bias
-from pippin.quantizers.nested import nest
+from pippin.quantizers.nested import neighbours, nest
 from pippin.quantizers.rtn import plain_grids
 
 # Shares of the group's range that the candidates cover.
@@ -40,7 +40,7 @@ def search_grids(
         search = _Search(groups_OGS[start : start + step], weights_GS, grid, dtype)
         for whole, found in zip(grids, search.run(), strict=True):
             whole[start : start + step] = found
-    return nest(grids, grid)
+    return grids
 
 
 class _Search:
@@ -67,6 +67,11 @@ class _Search:
         for share in SHARES:
             codes_OGS = self.offer(self.clip(low_OG, high_OG, share))
             self.offer(self.fit(codes_OGS))
+        if self.grid.nested:
+            self.best = nest(self.best, self.grid)
+            self.errors_OG[:] = np.inf
+            for grids in neighbours(self.best, self.grid):
+                self.offer(grids)
         return self.best
 
     def offer(self, grids: Grids) -> NDArray[np.float32]:
