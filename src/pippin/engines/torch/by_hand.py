@@ -1,6 +1,9 @@
 """Our own code in the place of a network's decoder layers, where it gives the same numbers."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -8,6 +11,8 @@ from transformers import PreTrainedModel
 
 from pippin.data.batches import Batch
 from pippin.engines.torch.attention import WIDEST
+from pippin.engines.torch.frames import Frame
+from pippin.engines.torch.parts import take_apart
 from pippin.engines.torch.rows import Rows
 from pippin.engines.torch.trial import (
     Call,
@@ -20,6 +25,9 @@ from pippin.engines.torch.trial import (
 from pippin.errors import ModelError
 from pippin.recipe import Train
 
+TRIED = 96  # tokens, on a CPU
+Made: TypeAlias = tuple[Callable[..., Any], Sequence[Frame]]
+
 
 def replace_layers(
     network: PreTrainedModel, layout: Callable[[Batch, torch.device], Rows], train: Train
@@ -30,10 +38,17 @@ def replace_layers(
     or has other parts, all layers are left as they were and the reason is returned. Raises
     ModelError where FP8 changes a layer by more than it may.
     """
-    layers = decoder_layers(network)
+    layers, on_cpu = decoder_layers(network), network.device.type == "cpu"
+    others = [parts for parts in map(take_apart, layers) if isinstance(parts, str)]
+    if others:
+        return others[0]
+    if on_cpu:  # which takes micro-batches of any shape
+        train = replace(train, batch_rows=1, row_tokens=TRIED)
     rows = layout(drawn_batch(network, train, 1), network.device)
     packing = rows.extra.get("packing")
-    if not layers or packing is None or packing.first_T is None:
+    if not layers or packing is None or packing.math:
+        return "its attention is not ours"
+    if packing.first_T is None and not on_cpu:
         return "its attention is not one kernel for all samples"
     calls = layer_calls(network, layers, rows)
     for number, (layer, call) in enumerate(zip(layers, calls, strict=True)):
@@ -42,10 +57,48 @@ def replace_layers(
             for done in layers[:number]:
                 del done.forward
             return fault
+    for layer in layers:
+        layer.forward = _recomputing(layer)
     return None
 
 
 def _replace(layer: nn.Module, call: Call, number: int, float8: bool) -> str | None:
+    made = _on_cpu(layer) if call.args[0].device.type == "cpu" else _on_cuda(layer, float8)
+    if isinstance(made, str):
+        return made
+    forward, frames = made
+    wanted = results(layer, call, number > 0)
+    layer.forward = forward
+    fault = difference(wanted, results(layer, call, number > 0), _tolerance(wanted, float8), number)
+    if fault and float8 and number > 0:
+        raise ModelError(fault, 'set train.frozen_dtype = "auto"')
+    if fault:
+        del layer.forward
+        return fault
+    for frame in frames:
+        frame.adopt()
+    return None
+
+
+def _recomputing(layer: Any) -> Callable[..., Any]:
+    """The layer's forward, with gradient checkpointing where that is asked.
+
+    transformers asks around a forward or, from 5.24 on, inside the class's own, which is not run.
+    """
+    forward = layer.forward
+    if not getattr(layer, "gradient_checkpointing", False):
+        return forward
+    layer.gradient_checkpointing, again = False, layer._gradient_checkpointing_func
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not (layer.training and torch.is_grad_enabled()):
+            return forward(*args, **kwargs)
+        return again(functools.partial(forward, **kwargs), *args)
+
+    return call
+
+
+def _on_cuda(layer: nn.Module, float8: bool) -> str | Made:
     from pippin.engines.torch.layer import find_parts, forward_of
 
     parts = find_parts(layer, float8)
@@ -53,21 +106,24 @@ def _replace(layer: nn.Module, call: Call, number: int, float8: bool) -> str | N
         return parts
     if parts.heads[2] > WIDEST:
         return f"its heads are wider than {WIDEST}"
-    wanted = results(layer, call, number > 0)
-    layer.forward = forward_of(parts)
-    fault = difference(wanted, results(layer, call, number > 0), _tolerance(wanted, float8), number)
-    if fault and float8 and number > 0:
-        raise ModelError(fault, 'set train.frozen_dtype = "auto"')
-    if fault:
-        del layer.forward
-        return fault
-    for frame in parts.frames:
-        frame.adopt()
-    return None
+    return forward_of(parts), parts.frames
+
+
+def _on_cpu(layer: nn.Module) -> str | Made:
+    from pippin.engines.torch.cpu_layer import find_parts, forward_of
+
+    parts = find_parts(layer)
+    return parts if isinstance(parts, str) else (forward_of(parts), ())
 
 
 def _tolerance(wanted: dict[str, torch.Tensor], float8: bool) -> float:
-    """bfloat16 rounds every product it keeps; FP8 keeps three bits of a factor."""
+    """bfloat16 rounds every product it keeps; FP8 keeps three bits of a factor.
+
+    On a CPU attention's gradients come from float32 on one side, from bfloat16 on the other.
+    """
     if float8:
         return 0.25
-    return 1e-3 if wanted["the output"].dtype == torch.float32 else 3e-2
+    output = wanted["the output"]
+    if output.dtype == torch.float32:
+        return 1e-3
+    return 1e-1 if output.device.type == "cpu" else 3e-2

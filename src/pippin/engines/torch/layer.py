@@ -15,18 +15,11 @@ from torch import Tensor, nn
 
 from pippin.engines.torch import layer_ops as ops
 from pippin.engines.torch.attention import Packing
-from pippin.engines.torch.dora import DoraLinear
 from pippin.engines.torch.float8 import SIDE
 from pippin.engines.torch.frames import Frame, Wide, refresh
-from pippin.engines.torch.layer_ops import Norm
-from pippin.engines.torch.lora import LoraLinear
+from pippin.engines.torch.parts import Norm, take_apart
 from pippin.engines.torch.triton_ops import attend_backward, attend_forward
 
-PARTS = {
-    "": {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"},
-    "self_attn": {"q_proj", "k_proj", "v_proj", "o_proj"},
-    "mlp": {"gate_proj", "up_proj", "down_proj", "act_fn"},
-}
 WIDEST = 8192  # a norm's row fits a program's registers
 
 
@@ -89,76 +82,29 @@ class Call:
 
 def find_parts(layer: nn.Module, float8: bool) -> Llama | str:
     """The layer taken apart, or why it cannot be."""
-    for name, wanted in PARTS.items():
-        found = {child for child, _ in layer.get_submodule(name).named_children()}
-        if not found <= wanted or not wanted - {"act_fn"} <= found:
-            return f"{type(layer).__name__} has other parts than Llama's"
-    whole: Any = layer
-    attention, mlp = whole.self_attn, whole.mlp
-    linears = [
-        [attention.k_proj, attention.q_proj, attention.v_proj],  # q and v, often adapted, adjoin
-        [attention.o_proj],
-        [mlp.gate_proj, mlp.up_proj],
-        [mlp.down_proj],
-    ]
-    norms = (whole.input_layernorm, whole.post_attention_layernorm)
-    if getattr(attention, "attention_dropout", 0.0):
-        return "its attention drops weights"
-    fault = _unfit([linear for group in linears for linear in group], norms, float8)
-    if fault:
-        return fault
-    channels = attention.head_dim
-    kqv, o, both, down = (Frame(group, float8) for group in linears)
+    parts = take_apart(layer)
+    if isinstance(parts, str):
+        return parts
+    linears = [linear for group in parts.linears for linear in group]
+    if float8 and any(linear.weight.dtype != torch.bfloat16 or _odd(linear) for linear in linears):
+        return "its matrices do not fit FP8 products"
+    if any(norm.weight_D.shape[0] > WIDEST for norm in parts.norms):
+        return f"it is wider than {WIDEST}"
+    kqv, o, both, down = (Frame(group, float8) for group in parts.linears)
     return Llama(
-        norms=(_norm(norms[0]), _norm(norms[1])),
+        norms=parts.norms,
         kqv=kqv,
         o=o,
         both=both,
         down=down,
-        heads=(o.inputs // channels, attention.k_proj.out_features // channels, channels),
-        scale=attention.scaling,
-        window=_window(attention),
+        heads=(*parts.heads, parts.channels),
+        scale=parts.scale,
+        window=parts.window,
     )
-
-
-def _unfit(linears: list[Any], norms: tuple[Any, Any], float8: bool) -> str | None:
-    for linear in linears:
-        plain = isinstance(linear, nn.Linear | LoraLinear) and linear.weight is not None
-        if not plain or linear.weight.requires_grad:
-            return "its linears are trained or of their own kind"
-        if isinstance(linear, DoraLinear):
-            return "its adapters rescale outputs"
-        if getattr(linear, "dropout", 0.0):
-            return "its adapters drop inputs"
-        if float8 and (linear.weight.dtype != torch.bfloat16 or _odd(linear)):
-            return "its matrices do not fit FP8 products"
-    scales = {linear.scale for linear in linears if isinstance(linear, LoraLinear)}
-    if len(scales) > 1:
-        return "its adapters differ in scale"
-    for norm in norms:
-        weight = getattr(norm, "weight", None)
-        if (
-            weight is None
-            or weight.requires_grad
-            or getattr(norm, "variance_epsilon", None) is None
-        ):
-            return "its norms are trained or of their own kind"
-        if weight.shape[0] > WIDEST:
-            return f"it is wider than {WIDEST}"
-    return None
 
 
 def _odd(linear: Any) -> bool:
     return linear.in_features % SIDE > 0 or linear.out_features % SIDE > 0
-
-
-def _window(attention: Any) -> int | None:
-    """Where a layer has no window of its own, the network's."""
-    return getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
-
-
-def _norm(module: Any) -> Norm:
-    return Norm(module.weight, module.variance_epsilon)
 
 
 def forward_of(parts: Llama) -> Callable[..., Tensor]:

@@ -4,23 +4,17 @@ Shape letters: T tokens, D hidden, F feed-forward, O outputs of query, key and v
 """
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pippin.engines.torch import layer_kernels as kernels
 from pippin.engines.torch.frames import Frame, Wide
+from pippin.engines.torch.parts import Norm
 
 SPLITS = 8  # of the tokens, where sums over them are made
 GATE_TILE = {"M": 32, "N": 32, "num_warps": 2, "num_stages": 3}  # the fastest on Hopper
-
-
-class Norm(NamedTuple):
-    """An RMS norm's weight (D,) and epsilon."""
-
-    weight_D: Tensor
-    eps: float
 
 
 def norm(

@@ -114,7 +114,8 @@ def add_adapter(
     layers = {}
     for name in adapted(weights):
         base = _find_linear(network, name)
-        layers[name] = _adapted(base, name, weights, scale[name], dropout)
+        layer = _adapted(base, name, weights, scale[name], dropout)
+        layers[name] = layer.train(network.training)
         parent, _, child = name.rpartition(".")
         setattr(network.get_submodule(parent), child, layers[name])
     return layers

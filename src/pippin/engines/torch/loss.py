@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pippin.engines.torch import cpu_kernels
 from pippin.engines.torch.attention import prepare
 
 CHUNK_BYTES = 1 << 26
@@ -144,6 +145,12 @@ def _losses(products_CV: Tensor, targets_C: Tensor, head: Head, wanted: bool) ->
         from pippin.engines.torch.triton_ops import row_losses
 
         return row_losses(products_CV, targets_C, head.scale, head.softcap, wanted=wanted)
+    if (
+        head.softcap is None
+        and products_CV.device.type == "cpu"
+        and cpu_kernels.known(products_CV.dtype)
+    ):
+        return cpu_kernels.row_losses(products_CV, targets_C, head.scale, wanted=wanted)
     rows = max(1, BLOCK_BYTES // (4 * products_CV.shape[1]))
     losses = [
         _block(products_CV[start : start + rows], targets_C[start : start + rows], head, wanted)

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from pippin.data.batches import Batch
 from pippin.engines import StepResult, Weights
 from pippin.engines.books import scored_tokens, seed_of
+from pippin.engines.torch import cpu_kernels
 from pippin.engines.torch.body import find_head, hidden_states
 from pippin.engines.torch.by_hand import replace_layers
 from pippin.engines.torch.compiled import compile_layers, wake_autograd
@@ -143,8 +144,10 @@ class TorchTrainer:
 
     def _replace_layers(self) -> bool:
         """Whether the layers run as our own code, which takes micro-batches of any shape."""
-        if self.network.device.type != "cuda":
+        if self.network.device.type == "mps":
             return False
+        if self.network.device.type == "cpu":
+            return self._replace_on_cpu()
         wake_autograd(self.network.device)
         float8 = self.train.frozen_dtype == "float8"
         if replace_layers(self.network, self.ability.layout, self.train):
@@ -154,6 +157,13 @@ class TorchTrainer:
         if float8:
             self.notices += ("the layers' frozen linears compute in FP8, which is less exact",)
         return True
+
+    def _replace_on_cpu(self) -> bool:
+        """The same, where kernels could be compiled; their absence is told."""
+        fault = replace_layers(self.network, self.ability.layout, self.train)
+        if fault and fault == cpu_kernels.missing():
+            self.notices += (f"layers have no kernels of ours, which is slower: {fault}",)
+        return fault is None
 
     def _compile(self) -> bool:
         """Whether the layers run as compiled code, for micro-batches of the recipe's shape."""

@@ -1,0 +1,194 @@
+"""Kernels for what lies between a layer's products on a CPU, compiled once by the machine's g++.
+
+Shape letters: T tokens, D hidden, F feed-forward, H heads, K kv heads, C head channels, R turned
+channels, S scored positions, V vocabulary.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pippin.caching import cache_folder
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+FLAGS = "-std=c++20 -O3 -march=native -fopenmp -fno-math-errno -fno-trapping-math -fPIC -shared"
+TAILS = {torch.float32: "_f", torch.bfloat16: "_h"}
+SIGNATURES = {  # p an address, i an int, l an int64, f a float, b a bool
+    "norm": "pppiif",
+    "norm_grad": "pppppiif",
+    "gate": "pppl",
+    "gate_grad": "pppppl",
+    "rotate": "pppiiiif",
+    "attend": "ppppp",
+    "attend_grad": "pppppppp",
+    "loss": "pppiifb",
+}
+TYPES: dict[str, Any] = {
+    "p": ctypes.c_void_p,
+    "i": ctypes.c_int,
+    "l": ctypes.c_int64,
+    "f": ctypes.c_float,
+    "b": ctypes.c_bool,
+}
+
+
+@functools.cache
+def missing() -> str | None:
+    """Why there are no kernels here, in words; None where there are. Compiles them if need be."""
+    if sys.platform != "linux":
+        return "they are compiled on Linux alone"
+    if shutil.which("g++") is None:
+        return "g++ is not installed"
+    try:
+        _library()
+    except subprocess.CalledProcessError as error:
+        return f"g++ does not compile them: {error.stderr.strip().partition(chr(10))[0][:200]}"
+    except OSError as error:
+        return f"they do not load: {error}"
+    return None
+
+
+def known(dtype: torch.dtype) -> bool:
+    """Whether there are kernels, and for this dtype."""
+    return dtype in TAILS and missing() is None
+
+
+def norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """The RMS norm, rounded before it is scaled; (T, D)."""
+    out_TD = torch.empty_like(x_TD)
+    _run("norm", x_TD, weight_D, out_TD, *x_TD.shape, eps)
+    return out_TD
+
+
+def norm_grad(
+    grad_TD: Tensor, x_TD: Tensor, beside_TD: Tensor, weight_D: Tensor, eps: float
+) -> Tensor:
+    """The gradient of the norm's input, and `beside_TD` added to it."""
+    out_TD = torch.empty_like(x_TD)
+    _run("norm_grad", grad_TD, x_TD, weight_D, beside_TD, out_TD, *x_TD.shape, eps)
+    return out_TD
+
+
+def gate(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
+    """silu(gate) * up."""
+    out_TF = torch.empty_like(gate_TF)
+    _run("gate", gate_TF, up_TF, out_TF, out_TF.numel())
+    return out_TF
+
+
+def gate_grad(grad_TF: Tensor, gate_TF: Tensor, up_TF: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of gate and up; the latter takes the place of `grad_TF`."""
+    out_TF = torch.empty_like(gate_TF)
+    _run("gate_grad", grad_TF, gate_TF, up_TF, out_TF, grad_TF, out_TF.numel())
+    return out_TF, grad_TF
+
+
+def rotate(x_TO: Tensor, angles: tuple[Tensor, Tensor], channels: int, sign: float) -> None:
+    """Turn every head of (T, H x C) by its position's cosines and sines (T, R), in place."""
+    cos_TR, sin_TR = angles
+    sizes = (len(x_TO), x_TO.shape[1] // channels, channels, cos_TR.shape[1])
+    _run("rotate", x_TO, cos_TR, sin_TR, *sizes, sign)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attention:
+    """Causal attention inside samples: `edges` are where they begin, and the end, int64."""
+
+    edges: Tensor
+    heads: int
+    kv_heads: int
+    channels: int
+    window: int
+    scale: float
+
+    def forward(self, q_TO: Tensor, k_TO: Tensor, v_TO: Tensor) -> Tensor:
+        """(T, H x C) of queries, (T, K x C) of keys and of values -> (T, H x C)."""
+        out_TO = torch.empty_like(q_TO)
+        _run("attend", self._call(), q_TO, k_TO, v_TO, out_TO)
+        return out_TO
+
+    def backward(self, grad_TO: Tensor, *qkv: Tensor) -> list[Tensor]:
+        """The gradients of queries, keys and values."""
+        grads = [torch.empty_like(x) for x in qkv]
+        _run("attend_grad", self._call(), grad_TO, *qkv, *grads)
+        return grads
+
+    def _call(self) -> ctypes.Array[Any]:
+        sizes = (len(self.edges) - 1, self.heads, self.kv_heads, self.channels, self.window)
+        call = _Call(self.edges.data_ptr(), *sizes, self.scale)
+        return ctypes.pointer(call)  # ty: ignore[invalid-return-type]
+
+
+class _Call(ctypes.Structure):
+    _fields_ = (
+        ("edges", ctypes.c_void_p),
+        *((name, ctypes.c_int) for name in ("samples", "heads", "kv", "channels", "window")),
+        ("scale", ctypes.c_float),
+    )
+
+
+def row_losses(products_SV: Tensor, targets_S: Tensor, scale: float, *, wanted: bool) -> Tensor:
+    """Cross-entropy of logits = scale * products, (S,) float32.
+
+    Where `wanted`, the products are overwritten with their gradients.
+    """
+    losses_S = products_SV.new_empty(len(products_SV), dtype=torch.float32)
+    _run("loss", products_SV, targets_S, losses_S, *products_SV.shape, scale, wanted)
+    return losses_S
+
+
+def _run(name: str, *arguments: Any) -> None:
+    tensors = [x for x in arguments if isinstance(x, Tensor)]
+    assert all(x.is_contiguous() for x in tensors), name
+    function = getattr(_library(), name + TAILS[tensors[0].dtype])
+    function(*(x.data_ptr() if isinstance(x, Tensor) else x for x in arguments))
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    name = f"cpu-kernels-{_digest()}.so"
+    place = cache_folder() / name
+    if not place.exists():
+        place = _compiled(place)
+    library = ctypes.CDLL(str(place))
+    for function, letters in SIGNATURES.items():
+        for tail in TAILS.values():
+            found = getattr(library, function + tail)
+            found.argtypes, found.restype = [TYPES[letter] for letter in letters], None
+    return library
+
+
+def _digest() -> str:
+    """Of all that decides about the code: a home folder may be shared by machines that differ."""
+    cpu = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
+    lines = [line for line in cpu.splitlines() if line.startswith(("model name", "flags", "Feat"))]
+    parts = [SOURCE.read_text(), FLAGS, platform.machine(), *lines]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _compiled(place: Path) -> Path:
+    """The library at `place`, or in a folder of its own where that cannot be written."""
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        partial = place.with_name(f"{place.name}.{os.getpid()}")
+        partial.touch()
+    except OSError:
+        place = Path(tempfile.mkdtemp(prefix="pippin-")) / place.name
+        partial = place.with_name(f"{place.name}.{os.getpid()}")
+    command: Sequence[str] = ("g++", *FLAGS.split(), "-o", str(partial), str(SOURCE))
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    partial.replace(place)
+    return place

@@ -1,0 +1,154 @@
+"""Decoder layers by hand on a CPU, and the kernels between their products."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from pippin.engines.torch import cpu_kernels as kernels
+from pippin.engines.torch.trainer import TorchTrainer
+from pippin.recipe import Lora, Train
+
+pytestmark = pytest.mark.torch
+needs_compiler = pytest.mark.skipif(kernels.missing() is not None, reason=str(kernels.missing()))
+
+KINDS = {"float32": (torch.float32, 2e-6), "bfloat16": (torch.bfloat16, 1e-2)}
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def near(ours, wanted, tolerance):
+    assert (ours.double() - wanted).norm() <= tolerance * wanted.norm()
+
+
+def attention(q, k, v, edges, window, scale):
+    """In float64, sample by sample, from (T, heads, C)."""
+    outs = []
+    for start, stop in itertools.pairwise(edges):
+        part = [x[start:stop].transpose(0, 1) for x in (q, k, v)]
+        part[1:] = [x.repeat_interleave(len(part[0]) // len(x), 0) for x in part[1:]]
+        away = torch.arange(stop - start)[:, None] - torch.arange(stop - start)
+        scores = part[0] @ part[1].transpose(1, 2) * scale
+        seen = (away >= 0) & (away < window)
+        outs.append((scores.masked_fill(~seen, -torch.inf).softmax(-1) @ part[2]).transpose(0, 1))
+    return torch.cat(outs)
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("channels", "window"), [(16, 1000), (20, 1000), (16, 30)])
+def test_attention_and_its_gradients_are_float64s(kind, channels, window):
+    dtype, tolerance = KINDS[kind]
+    edges, heads, kv = [0, 1, 18, 148], 6, 2
+    shapes = (heads, kv, kv, heads)
+    q, k, v, up = (drawn(148, h, channels, seed=s).to(dtype) for s, h in enumerate(shapes))
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    wanted = attention(*exact, edges, window, 0.3)
+    call = kernels.Attention(
+        edges=torch.tensor(edges),
+        heads=heads,
+        kv_heads=kv,
+        channels=channels,
+        window=window,
+        scale=0.3,
+    )
+    flat = [x.flatten(1) for x in (q, k, v)]
+    near(call.forward(*flat), wanted.detach().flatten(1), tolerance)
+    grads = torch.autograd.grad(wanted, exact, up.double())
+    for ours, one in zip(call.backward(up.flatten(1), *flat), grads, strict=True):
+        near(ours, one.flatten(1), tolerance)
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", KINDS)
+def test_norm_and_gate_and_rotation_are_float64s(kind):
+    dtype, tolerance = KINDS[kind]
+    x, up, grad = (drawn(9, 40, seed=seed).mul(3).to(dtype) for seed in range(3))
+    weight = drawn(40, seed=4).to(dtype)
+    exact = [tensor.double().requires_grad_() for tensor in (x, up)]
+    wanted = functional.rms_norm(exact[0], (40,), weight.double(), 1e-5)
+    near(kernels.norm(x, weight, 1e-5), wanted.detach(), tolerance)
+    (wanted,) = torch.autograd.grad(wanted, exact[:1], grad.double())
+    near(kernels.norm_grad(grad, x, up, weight, 1e-5), wanted + up.double(), tolerance)
+    wanted = functional.silu(exact[0]) * exact[1]
+    near(kernels.gate(x, up), wanted.detach(), tolerance)
+    both = torch.autograd.grad(wanted, exact, grad.double())
+    for ours, one in zip(kernels.gate_grad(grad.clone(), x, up), both, strict=True):
+        near(ours, one, tolerance)
+    angle = drawn(9, 4).repeat(1, 2)  # the first 8 of 20 channels turn
+    heads = x.double().view(9, 2, 20)
+    turned = torch.cat([-heads[..., 4:8], heads[..., :4]], -1)
+    some = heads[..., :8] * angle.cos()[:, None] + turned * angle.sin()[:, None]
+    ours = x.clone()
+    kernels.rotate(ours, (angle.cos().to(dtype), angle.sin().to(dtype)), 20, 1.0)
+    near(ours, torch.cat([some, heads[..., 8:]], -1).flatten(1), tolerance)
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_and_their_gradients_are_float64s(kind):
+    dtype, tolerance = KINDS[kind]
+    products, targets = (drawn(7, 131) * 20).to(dtype), torch.arange(7)
+    exact = products.double().requires_grad_()
+    wanted = functional.cross_entropy(exact * 0.5, targets, reduction="none")
+    wanted.sum().backward()
+    near(kernels.row_losses(products, targets, 0.5, wanted=True), wanted.detach(), 1e-6)
+    near(products, exact.grad, tolerance)
+
+
+@needs_compiler
+def test_what_is_not_a_number_stays_it():
+    x = torch.full((1, 16), float("nan"), dtype=torch.bfloat16)
+    assert kernels.norm(x, torch.ones_like(x[0]), 1e-5).isnan().all()
+    assert kernels.gate(x, x).isnan().all()
+    assert kernels.row_losses(x, torch.tensor([3]), 1.0, wanted=False).isnan().all()
+
+
+def trained(tiny, engine, adapter, batch, kind, dtype, lora):
+    model = engine.load(tiny(kind), dtype)
+    trainer = model.trainer(Train(), lora, adapter(model, live=dtype == "float32"), 0)
+    losses = [trainer.step([batch], 1e-3) for _ in range(3)]
+    assert trainer.notices == ()
+    return trainer, [result.loss_sum / result.tokens for result in losses]
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", ["llama", "llama_head100", "llama_bias", "mistral", "qwen2"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.25)])
+def test_layers_give_the_plain_layers_gradients(
+    kind, dtype, tolerance, tiny, engine, samples, pack, adapter, monkeypatch
+):
+    batch = pack([samples[:3], samples[3:]])
+    ours, losses = trained(tiny, engine, adapter, batch, kind, dtype, Lora(rank=4))
+    monkeypatch.setattr(TorchTrainer, "_replace_layers", lambda _: False)
+    plain, wanted = trained(tiny, engine, adapter, batch, kind, dtype, Lora(rank=4))
+    assert ours.by_hand
+    assert not plain.by_hand
+    np.testing.assert_allclose(losses, wanted, rtol=tolerance / 10)
+    states = [trainer.state() for trainer in (ours, plain)]
+    for name in (n for n in states[1] if n.startswith("exp_avg.")):  # bfloat16 blurs both sides
+        mine, one = (state[name] for state in states)
+        distance = np.linalg.norm(mine - one)
+        assert distance <= tolerance * np.linalg.norm(one), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "lora"),
+    [("gemma3", Lora(rank=4)), ("qwen3", Lora(rank=4)), ("llama", Lora(rank=4, dropout=0.1))],
+)
+def test_other_layers_are_left_alone(kind, lora, tiny, engine, samples, pack, adapter):
+    trainer = trained(tiny, engine, adapter, pack([samples]), kind, "float32", lora)[0]
+    assert not trainer.by_hand
+
+
+def test_a_missing_compiler_is_told(tiny, engine, samples, pack, adapter, monkeypatch):
+    monkeypatch.setattr(kernels, "missing", lambda: "g++ is not installed")
+    model = engine.load(tiny("llama"), "float32")
+    trainer = model.trainer(Train(), Lora(rank=4), adapter(model), 0)
+    assert not trainer.by_hand
+    assert any("g++ is not installed" in notice for notice in trainer.notices)
+    assert trainer.step([pack([samples])], 1e-3).loss_sum > 0
