@@ -2,11 +2,11 @@
 
 The adapter is trained on a base of 4 bits in groups of 64, as people with little memory do; the
 original is the built-in small model moved off the grid it was distributed on (or `--original`, in
-bfloat16). Kept is the share of the adapter's gain on held-out answers that the small model still
-has. `best, qat` are the same codes after some updates of their scales. The peer is mlx-lm: `fuse`,
-which rounds the sum into the base's own 4 bits, or `fuse` and `convert` from the original. With
-`--work` what was made is kept: `--at-most 1` makes one thing a call, and the rows are printed of
-what is there.
+bfloat16). Kept is the share of the adapter's gain on held-out answers, measured beside the weights
+that it is merged into, that the small model still has. `best, qat` are the same codes after some
+updates of their scales. The peer is mlx-lm: `fuse`, which rounds the sum into the base's own 4
+bits, or `fuse` and `convert` from the original. With `--work` what was made is kept: `--at-most 1`
+makes one thing a call, and the rows are printed of what is there.
 """
 
 import itertools
@@ -46,9 +46,9 @@ DATA = common.ROOT / "recipes" / "data" / "sql"
 NEAREST = recipe.Quantize(method="rtn", bits=4, group_size=64, scheme="affine", embed_bits=8)
 BEST = replace(NEAREST, method="best", importance="inputs", calibration_tokens=4096)
 # Where the merged weights come from, by figure.
-FIGURES = {"gain-kept-4bit-base": "base", "gain-kept-original": "original"}
-# Ours first, and its own going on; then the peers.
-LABELS = ("best", "best, qat", "mlx_lm", "nearest")
+FIGURES = {"gain-kept-original": "original", "gain-kept-4bit-base": "base"}
+# Ours first, the peer, ours going on.
+LABELS = ("best", "mlx_lm", "best, qat", "nearest")
 
 
 def main() -> None:
@@ -95,15 +95,18 @@ class Desk:
         """Everything there is to make, in order, by its folder's name."""
         yield "original", partial(self.make_original, original)
         yield "base", partial(self.run, quantize, "base", 0, NEAREST, model="original")
-        yield "score-base", partial(self.run, evaluate, "score-base", 0, model="base")
+        for source in FIGURES.values():
+            name = f"score-{source}"
+            yield name, partial(self.run, evaluate, name, 0, model=source)
         for seed in self.seeds:
-            adapter, live = f"adapter-{seed}", f"score-live-{seed}"
+            adapter = f"adapter-{seed}"
             yield adapter, partial(self.run, train, adapter, seed, model="base")
-            both = {"model": "base", "adapter": adapter}
-            yield live, partial(self.run, evaluate, live, seed, **both)
-            for (figure, source), label in itertools.product(FIGURES.items(), LABELS):
-                name = f"score-{figure}-{label}-{seed}"
-                yield name, partial(self.measure, name, label, source, seed)
+        for source, seed in itertools.product(FIGURES.values(), self.seeds):
+            live = f"score-live-{source}-{seed}"
+            yield live, partial(self.live, live, source, seed)
+        for label, (figure, source), seed in itertools.product(LABELS, FIGURES.items(), self.seeds):
+            name = f"score-{figure}-{label}-{seed}"
+            yield name, partial(self.measure, name, label, source, seed)
 
     def make_original(self, original: Path | None) -> None:
         """The given folder, or the small model off its grid."""
@@ -132,6 +135,10 @@ class Desk:
         (self.work / name / "bits.json").write_text(json.dumps(bits))
         if label != "best":
             shutil.rmtree(self.work / small)
+
+    def live(self, name: str, source: str, seed: int) -> None:
+        """Score the adapter beside the weights that it will be merged into."""
+        self.run(evaluate, name, seed, model=source, adapter=self.adapter(source, seed))
 
     def adapter(self, source: str, seed: int) -> str:
         """The adapter's folder; for the original a copy that does not tell its base's digest."""
@@ -208,28 +215,28 @@ class Desk:
         """Nats a token of held-out answers."""
         return json.loads((self.work / name / "scores.json").read_text())["loss"]
 
-    def away(self, name: str, seed: int) -> list[float]:
+    def away(self, name: str, live: str) -> list[float]:
         """Nats a token above the live adapter on the same rows, and that one's standard error."""
-        live, made = (distribution.load(self.work / n) for n in (f"score-live-{seed}", name))
-        counts = live.counts_S
-        scatter = live.losses_S - live.loss * counts
-        error = float(np.sqrt(np.square(scatter).sum()) / counts.sum())
-        return [round(made.loss - live.loss, 4), round(error, 4)]
+        before, made = (distribution.load(self.work / each) for each in (live, name))
+        scatter = before.losses_S - before.loss * before.counts_S
+        error = float(np.sqrt(np.square(scatter).sum()) / before.counts_S.sum())
+        return [round(made.loss - before.loss, 4), round(error, 4)]
 
     def row(self, figure: str) -> common.Row:
         """Shares kept, the mean of the seeds that were measured."""
-        base, bits = self.loss("score-base"), dict[str, float]()
+        source, bits = FIGURES[figure], dict[str, float]()
+        base = self.loss(f"score-{source}")
         kept: dict[str, list[float]] = {}
         away: dict[str, list[list[float]]] = {}
         for label, seed in itertools.product(LABELS, self.seeds):
-            name = f"score-{figure}-{label}-{seed}"
+            name, live = f"score-{figure}-{label}-{seed}", f"score-live-{source}-{seed}"
             if (self.work / name).exists():
-                gain = base - self.loss(f"score-live-{seed}")
+                gain = base - self.loss(live)
                 kept.setdefault(label, []).append((base - self.loss(name)) / gain)
-                away.setdefault(label, []).append(self.away(name, seed))
+                away.setdefault(label, []).append(self.away(name, live))
                 bits[label] = json.loads((self.work / name / "bits.json").read_text())
         first, *others = kept
-        lives = [s for s in self.seeds if (self.work / f"score-live-{s}").exists()]
+        lives = sorted(self.work.glob(f"score-live-{source}-*"))
         return common.Row(
             name=figure,
             value=round(100 * statistics.mean(kept[first]), 1),
@@ -239,8 +246,8 @@ class Desk:
             peers={label: round(100 * statistics.mean(kept[label]), 1) for label in others},
             notes={
                 "by seed": {k: [round(100 * share, 1) for share in v] for k, v in kept.items()},
-                "loss of the 4-bit base": round(base, 3),
-                "with the adapter": [round(self.loss(f"score-live-{s}"), 3) for s in lives],
+                "loss before the adapter": round(base, 3),
+                "with the adapter": [round(self.loss(live.name), 3) for live in lives],
                 "loss above it, and its standard error": away,
                 "bits per weight": {label: round(found, 3) for label, found in bits.items()},
                 "updates": self.steps,
