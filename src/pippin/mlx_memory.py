@@ -10,7 +10,7 @@ from pippin.layer_memory import Shape, TrainShape, family_of, narrow, widths
 from pippin.train_memory import TrainBytes, weight_bytes
 
 CHUNK = 64 << 20  # logits in float32 that exist at once (engines/mlx/body.py)
-BUSY = 256  # tokens that a CPU computes at once, and the sample that is begun
+BUSY = 256  # tokens that a CPU computes at once, in whole samples
 SLOTS = 2.4  # of a GPU's copies, in lengths that are rounded up: samples of 216 tokens on average
 
 
@@ -41,7 +41,7 @@ def at_once(train: TrainShape) -> int:
     """Tokens: on a CPU samples are computed in parts of at least `BUSY`."""
     if train.device != "cpu":
         return train.tokens
-    return min(train.tokens, train.longest if train.longest >= BUSY else BUSY + train.longest)
+    return min(train.tokens, -(-BUSY // train.longest) * train.longest)
 
 
 def _kept(shape: Shape, train: TrainShape) -> int:

@@ -21,6 +21,7 @@ from pippin.layer_memory import (
     frames,
     layer_kept,
     plain_kept,
+    widths,
 )
 
 LOSS_BYTES = 96 << 20  # logits that exist at once on CUDA (engines/torch/loss.py)
@@ -145,7 +146,8 @@ def _backward(shape: Shape, train: TrainShape) -> int:
     if compiled(shape, train):
         return n * b * (2 * f + d)
     if by_hand(shape, train) and train.device == "cpu":
-        return n * b * (2 * f + 3 * d)
+        q, k = widths(shape)
+        return n * b * (2 * f + 5 * d + 2 * q + 2 * k)
     plain = train.math or train.device == "mps"
     scores = 8 * shape.num_heads * train.longest**2 if plain else 0
     norms = 24 * n * d if family_of(shape).own else 0  # six of them in float32
