@@ -235,16 +235,18 @@ class Desk:
                 kept.setdefault(label, []).append((base - self.loss(name)) / gain)
                 away.setdefault(label, []).append(self.away(name, live))
                 bits[label] = json.loads((self.work / name / "bits.json").read_text())
-        first, *others = kept
+        means = {k: round(100 * statistics.mean(shares), 1) for k, shares in kept.items()}
+        ours = next(iter(kept))
         lives = sorted(self.work.glob(f"score-live-{source}-*"))
         return common.Row(
             name=figure,
-            value=round(100 * statistics.mean(kept[first]), 1),
+            value=means[ours],
             unit="% of the adapter's gain on held-out SQL rows, mean of the seeds",
             better="higher",
-            spread=round(100 * (max(kept[first]) - min(kept[first])), 1),
-            peers={label: round(100 * statistics.mean(kept[label]), 1) for label in others},
+            spread=round(100 * (max(kept[ours]) - min(kept[ours])), 1),
+            peers={k: mean for k, mean in means.items() if "best" not in k},
             notes={
+                "trained on since": means.get("best, qat"),
                 "by seed": {k: [round(100 * share, 1) for share in v] for k, v in kept.items()},
                 "loss before the adapter": round(base, 3),
                 "with the adapter": [round(self.loss(live.name), 3) for live in lives],

@@ -108,6 +108,18 @@ FAULTS = [
     ),
     (
         "[data]",
+        'engine = "jax"\n[qat]\nsteps = 9\n[data]',
+        "8: qat.steps: the engine jax trains no scales of codes",
+        "torch",
+    ),
+    (
+        "[data]",
+        '[quantize]\nscheme = "k"\ngroup_size = 32\n[qat]\nsteps = 9\n[data]',
+        "9: qat.steps: scales of scales",
+        "affine",
+    ),
+    (
+        "[data]",
         'engine = "jax"\n[quantize]\nmethod = "best"\nmax_kl = 0.1\n[data]',
         "9: quantize.max_kl: the engine jax has no gradients of inputs",
         "torch",

@@ -29,9 +29,9 @@ from pippin.recipe import Train
 class CodedLinear(nn.Module):
     """y = x W^T + bias, W = code * scale + zero point. `moves` are what both have moved by.
 
-    They count in scales, from 0; a move shifts the middle of a grid, not its lower end. What rounds
-    a value is fixed by `rng`, at another place for each: a move that is smaller than the step
-    between two stored values takes its share of all values one step on.
+    They count in scales, from 0; a move shifts the middle of a grid, not its lower end. Where a
+    value rounds over to the next is fixed by `rng`, elsewhere for each: a move smaller than the
+    step between two stored values takes its share of all values one step on.
     """
 
     def __init__(
@@ -43,8 +43,8 @@ class CodedLinear(nn.Module):
         rng: np.random.Generator,
     ) -> None:
         super().__init__()
-        self.bias, self.dtype, self.grid = bias, like.dtype, grid
-        self.zero, self.stored = 2 ** (grid.bits - 1), codes.scales_OG.dtype
+        self.bias, self.grid, self.zero = bias, grid, 2 ** (grid.bits - 1)
+        self.stored = codes.scales_OG.dtype
         step = codes.scales_OG.shape[1] if grid.per_channel else 1
         first = [part[:, ::step] for part in (codes.scales_OG, codes.biases_OG)]
         self.rounded_to = getattr(torch, self.stored.name)
