@@ -39,8 +39,14 @@ class FakeTarget:
 @pytest.fixture
 def target(monkeypatch):
     found = FakeTarget()
-    monkeypatch.setattr(loading, "load_target", lambda name: found)
+    use(monkeypatch, found)
     return found
+
+
+def use(monkeypatch, target: FakeTarget) -> None:
+    """It is what every target's name stands for; it reads no folder, so there is none."""
+    monkeypatch.setattr(loading, "load_target", lambda name: target)
+    monkeypatch.setattr("pippin.stages.deploy.require_sound", lambda folder: None)
 
 
 def make_job(tmp_path: Path, subject="executorch") -> Job:
@@ -127,7 +133,7 @@ def test_two_targets_are_made_of_one_quantized_model(tmp_path):
 @pytest.mark.parametrize("name", sorted(targets.TARGETS))
 def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, name):
     fake = FakeTarget(error=ModuleNotFoundError("No module named 'x.y'", name="x.y"))
-    monkeypatch.setattr(loading, "load_target", lambda asked: fake)
+    use(monkeypatch, fake)
     with pytest.raises(PippinError, match=f"target {name} needs the package x") as caught:
         list(deploy(make_job(tmp_path, name)))
     assert caught.value.hint == f'pip install "pippin[{targets.EXTRAS[name]}]"'

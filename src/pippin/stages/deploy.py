@@ -9,12 +9,14 @@ from pippin.events import Event, Finished, Started
 from pippin.job import Job
 from pippin.stages.loading import needs_of, open_target
 from pippin.targets import Bundle
+from pippin.targets.soundness import require_sound
 
 
 def deploy(job: Job) -> Iterator[Event]:
     """Deploy `job.inputs["model"]`, a quantized folder, to the target `job.subject`.
 
-    Raises PippinError where the target cannot hold such a model, or its packages are missing.
+    Raises PippinError where the target cannot hold such a model, its packages are missing, or the
+    folder is not whole.
     """
     yield Started(stage=job.stage, title=f"deploy to {job.subject}")
     target, model, asked = open_target(job.subject), job.inputs["model"], job.recipe.deploy
@@ -27,6 +29,7 @@ def deploy(job: Job) -> Iterator[Event]:
             quantized=model, folder=folder, context=asked.context, full_gate=asked.full_gate
         )
         with needs_of(job.subject):
+            require_sound(model)
             yield from target.write(bundle)
         scores["size_bytes"] = artifact.size(folder)
     yield Finished(stage=job.stage, folder=str(job.folder), summary=dict(scores))

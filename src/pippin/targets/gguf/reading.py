@@ -20,13 +20,13 @@ from pippin.model.config import (
     without_quantization,
     write_raw,
 )
-from pippin.model.names import HEAD
 from pippin.model.quantized import DenseView
 from pippin.model.tokenizer import Tokenizer
 from pippin.model.weights import Spec, Writer
 from pippin.targets.bundle import corpus, read_description
 from pippin.targets.gguf import llama_cpp
 from pippin.targets.gguf.tensors import places
+from pippin.targets.soundness import expected_shapes
 
 FILE = "model.gguf"
 REREAD = "its tensors, read back and dequantized, in PyTorch: llama.cpp itself was not run"
@@ -62,7 +62,7 @@ def write_dense(bundle: Path, folder: Path) -> None:
     write_raw(folder, with_dtype(without_quantization(read_raw(bundle)), "float32"))
     specs = {
         name: Spec(shape=shape, dtype=np.dtype(np.float32))
-        for name, shape in _expected_shapes(folder, config).items()
+        for name, shape in expected_shapes(folder, config).items()
     }
     with Writer(folder, specs) as writer:
         for name, values in read_values(bundle / FILE, config, specs):
@@ -121,18 +121,3 @@ def _tokenized(path: Path, texts: list[str]) -> tuple[str, list[list[int]]]:
 
     backend: Any = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     return "transformers", backend(texts, add_special_tokens=False)["input_ids"]
-
-
-def _expected_shapes(folder: Path, config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """What transformers expects of such a config, without making it."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with torch.device("meta"):
-        network = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(folder, local_files_only=True)
-        )
-    shapes = {name: tuple(value.shape) for name, value in network.state_dict().items()}
-    if config.tied_embeddings:
-        del shapes[HEAD]
-    return shapes
