@@ -8,8 +8,7 @@ from pippin.errors import PippinError
 from pippin.events import Event, Finished, Started
 from pippin.job import Job
 from pippin.stages.loading import needs_of, open_target
-from pippin.targets import Bundle
-from pippin.targets.soundness import require_sound
+from pippin.targets import Bundle, require_sound
 
 
 def deploy(job: Job) -> Iterator[Event]:

@@ -98,6 +98,11 @@ def load_target(name: str) -> Target:
     return cast("Target", importlib.import_module(TARGETS[name]).make_target())
 
 
+def require_sound(folder: Path) -> None:
+    """Raise ModelError for a quantized folder that is not whole, see soundness.py."""
+    importlib.import_module("pippin.targets.soundness").require_sound(folder)
+
+
 def check_recipe(recipe: Recipe, checkpoint: Path) -> list[Refusal]:
     """Every refusal of the recipe's targets, before any work."""
     targets = recipe.deploy.targets
