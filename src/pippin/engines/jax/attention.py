@@ -14,10 +14,11 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from pippin.engines.jax.architecture import Spec
-from pippin.engines.jax.products import exact_product
+from pippin.engines.jax.products import NARROW, NORM, PRODUCT, exact_product
 
 Attend: TypeAlias = Callable[[Array, Array, Array], Array]
 
+ATTENDED = "attended"
 BLOCK, BLOCKS = 128, 8  # fewest queries whose scores exist at once, most blocks of a row
 
 
@@ -54,7 +55,7 @@ def row_attention(spec: Spec, segments_BT: Array, window: Array) -> Attend:
 
     def attend(q: Array, k: Array, v: Array) -> Array:
         outs = [attend_block(q, k, v, start) for start in range(0, length, block)]
-        return checkpoint_name(jnp.concatenate(outs, 1), "attended")
+        return checkpoint_name(jnp.concatenate(outs, 1), ATTENDED)
 
     return attend
 
@@ -91,10 +92,11 @@ def has_cudnn(spec: Spec, dtype: str, device: jax.Device) -> bool:
 
 
 def saves(primitive: Any, *_: Any, **parameters: Any) -> bool:
-    """What a layer keeps for its backward pass: products with weights, attention, DoRA's norms."""
-    policies = jax.checkpoint_policies
-    named = policies.save_only_these_names("attended", "norm")
-    kept = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, named)
+    """What a layer keeps for its backward pass: its linears' sums, attention, DoRA's norms.
+
+    Not every product: a frozen weight's and the adapter's would stand beside each other.
+    """
+    kept = jax.checkpoint_policies.save_only_these_names(ATTENDED, PRODUCT, NARROW, NORM)
     cudnn = primitive.name.startswith("dot_product_attention_fwd")
     return cudnn or kept(primitive, *_, **parameters)
 

@@ -15,6 +15,8 @@ from jax.ad_checkpoint import checkpoint_name
 EXACT = lax.Precision.HIGHEST  # float32 products stay float32 on hardware that would round them
 # XLA may leave out roundings to bfloat16 between operators; PyTorch rounds after each of them.
 ROUNDS = {"xla_allow_excess_precision": False}
+# What a layer may keep for its backward: a linear's sum, x A^T, DoRA's norms.
+PRODUCT, NARROW, NORM = "product", "narrow", "norm"
 
 
 class Pair(NamedTuple):
@@ -51,6 +53,8 @@ def linears(
         if name in lora:
             drawn = None if key is None else jax.random.fold_in(key, sorted(lora).index(name))
             y = y + _low_rank(lora[name], x, dropout, drawn)
+        y = checkpoint_name(y, PRODUCT)
+        if name in lora:
             y = y * _gain(lora[name], weight_OI)
         if f"{name}.bias" in weights:
             y = y + weights[f"{name}.bias"]
@@ -63,7 +67,7 @@ def _low_rank(pair: Pair, x: Array, dropout: float, key: Array | None) -> Array:
     a_RI, b_OR = pair.a_RI.astype(x.dtype), pair.b_OR.astype(x.dtype)
     if dropout and key is not None:
         x = _drop(x, dropout, key)
-    z_BTR = jnp.matmul(x, a_RI.T, precision=EXACT)
+    z_BTR = checkpoint_name(jnp.matmul(x, a_RI.T, precision=EXACT), NARROW)
     return jnp.matmul(z_BTR, b_OR.T, precision=EXACT)
 
 
@@ -76,7 +80,7 @@ def _gain(pair: Pair, weight_OI: Array) -> Array | int:
         return 1
     sum_OI = weight_OI.astype(jnp.float32) + exact_product(pair.b_OR, pair.a_RI)
     norm_O = jnp.maximum(jnp.linalg.norm(sum_OI, axis=1), jnp.finfo(jnp.float32).tiny)
-    norm_O = checkpoint_name(lax.stop_gradient(norm_O), "norm")
+    norm_O = checkpoint_name(lax.stop_gradient(norm_O), NORM)
     return jnp.where(jnp.isnan(pair.magnitude_O), 1.0, pair.magnitude_O / norm_O)
 
 
