@@ -17,13 +17,13 @@ from pippin.engines import Recovered, Sampling, Tokens, TopK, Weights
 from pippin.engines.arrays import adapted
 from pippin.engines.host import steady_heap
 from pippin.engines.torch import device as devices
+from pippin.engines.torch.adapting import add_adapter, add_to_embedding
 from pippin.engines.torch.body import find_head
 from pippin.engines.torch.coded import CodesTrainer, take_codes
 from pippin.engines.torch.fisher import loss_moments
 from pippin.engines.torch.generate import generate
 from pippin.engines.torch.layered import LayeredModel, load_layered
 from pippin.engines.torch.load import LoadOptions, load_network
-from pippin.engines.torch.lora import add_adapter, add_to_embedding
 from pippin.engines.torch.moments import input_moments
 from pippin.engines.torch.names import full_parameters, lora_parameters
 from pippin.engines.torch.probe import find_ability

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from pippin.engines import Weights
 from pippin.engines.arrays import adapted
-from pippin.engines.torch.lora import add_adapter
+from pippin.engines.torch.adapting import add_adapter
 from pippin.errors import ModelError
 from pippin.recipe import Lora
 
