@@ -78,6 +78,7 @@ ROWS: dict[str, dict[str, recipe.Quantize | quant_peers.Peer]] = {
         "hqq, affine g64": replace(AFFINE, method="hqq"),
         "mse, affine g64": replace(AFFINE, method="mse"),
         "gptq, affine g64": replace(AFFINE, method="gptq"),
+        "gptq, layer after layer, affine g64": replace(AFFINE, method="gptq", sequential=True),
         "awq, affine g64": replace(AFFINE, method="awq"),
         "best, inputs alike, affine g64": replace(AFFINE, importance="inputs"),
     },
@@ -161,6 +162,8 @@ class Desk:
         Recovery uses the model up, and has one of its own.
         """
         settings = job.recipe.quantize
+        if settings.sequential:
+            return calibrate(job, checkpoint, large=large)
         by_loss = settings.method == "best" and settings.importance == "loss"
         if by_loss not in self.calibrations or settings.recover_tokens:
             made = calibrate(job, checkpoint, large=large)
