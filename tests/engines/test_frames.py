@@ -35,7 +35,7 @@ def test_values_and_gradients_equal_the_linears(ranks, bias):
     x_TI = torch.randn(TOKENS, INPUTS, dtype=torch.float64, generator=generator).requires_grad_()
     upstream_TO = torch.randn(TOKENS, 15, dtype=torch.float64, generator=generator)
     wanted_TO = torch.cat([part(x_TI) for part in linears], 1)
-    frame = Frame(linears, float8=False)
+    frame = Frame(linears, float8=False, by_columns=bias)
     wanted = torch.autograd.grad(wanted_TO, [x_TI, *frame.masters], upstream_TO)
     refresh([frame])
     x, dy = frame.inner(TOKENS), frame.outer(TOKENS)
@@ -54,10 +54,11 @@ def test_values_and_gradients_equal_the_linears(ranks, bias):
         torch.testing.assert_close(again.tail[:, : frame.rank], tail_TE[:, : frame.rank])
 
 
-def test_the_linears_weights_become_views():
+@pytest.mark.parametrize("by_columns", [False, True])
+def test_the_linears_weights_become_views(by_columns):
     linears = [linear(4, 2, False, torch.Generator().manual_seed(n)) for n in range(2)]
     before = [part.weight.clone() for part in linears]
-    frame = Frame(linears, float8=False)
+    frame = Frame(linears, float8=False, by_columns=by_columns)
     frame.adopt()
     for part, weight in zip(linears, before, strict=True):
         assert torch.equal(part.weight, weight)

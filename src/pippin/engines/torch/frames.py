@@ -51,11 +51,11 @@ class Frame:
 
     The matrix is [[W, B], [A, 0]]. Its upper part times [x, scale * x A^T] is the output, its left
     part times [dy, scale * dy B] the input's gradient. A bias is one more column of B, beside
-    a constant input of 1.
+    a constant input of 1. `by_columns` says how the matrix lies in memory; FP8 has its own way.
     """
 
-    def __init__(self, linears: Sequence[Any], float8: bool) -> None:
-        self.linears, self.float8 = linears, float8
+    def __init__(self, linears: Sequence[Any], float8: bool, *, by_columns: bool = False) -> None:
+        self.linears, self.float8, self.by_columns = linears, float8, by_columns
         self.inputs = linears[0].in_features
         self.outputs = sum(linear.out_features for linear in linears)
         self.adapters = _adapters(linears)
@@ -82,7 +82,10 @@ class Frame:
             self.below = weight_OI.new_zeros(self.extra, self.inputs)
             self.beside = weight_OI.new_zeros(self.outputs, self.extra)
         else:
-            self.whole = _roomy(weight_OI, rows, columns).zero_()
+            if self.by_columns:
+                self.whole = _roomy(weight_OI, columns, rows).T.zero_()
+            else:
+                self.whole = _roomy(weight_OI, rows, columns).zero_()
             self.whole[: self.outputs, : self.inputs] = weight_OI
             self.below = self.whole[self.outputs :, : self.inputs]
             self.beside = self.whole[: self.outputs, self.inputs :]

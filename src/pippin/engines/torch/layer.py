@@ -90,7 +90,9 @@ def find_parts(layer: nn.Module, float8: bool) -> Llama | str:
         return "its matrices do not fit FP8 products"
     if any(norm.weight_D.shape[0] > WIDEST for norm in parts.norms):
         return f"it is wider than {WIDEST}"
-    kqv, o, both, down = (Frame(group, float8) for group in parts.linears)
+    first, *others = parts.linears
+    kqv = Frame(first, float8, by_columns=True)  # its products are 4 % faster so, the others' not
+    o, both, down = (Frame(group, float8) for group in others)
     return Llama(
         norms=parts.norms,
         kqv=kqv,

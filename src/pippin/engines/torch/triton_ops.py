@@ -14,9 +14,7 @@ from torch import Tensor
 from pippin.engines.torch import kernels
 
 LOG2E = math.log2(math.e)
-# Of a row, what a program keeps in registers: the fastest on Hopper.
-SUMS = {"BLOCK": 4096, "num_warps": 8}
-GRADS = {"BLOCK": 16384, "num_warps": 16}
+CLASSES = {"BLOCK": 8192, "num_warps": 8}  # of a row in a program's registers: fast on Hopper
 SCHEMA = "Tensor q, Tensor k, Tensor v, Tensor first, Tensor last, float scale, int window"
 
 
@@ -164,15 +162,14 @@ def row_losses(
 ) -> Tensor:
     """(S,) float32 losses in nats; where `wanted`, the products become their gradient in place."""
     (rows, classes), stride = products_SV.shape, products_SV.stride(0)
-    parts = -(-classes // SUMS["BLOCK"])
+    parts = -(-classes // CLASSES["BLOCK"])
     sums_SP = torch.empty(rows, parts, dtype=torch.float32, device=products_SV.device)
     losses_S = torch.empty(rows, dtype=torch.float32, device=products_SV.device)
-    finish, capped = (scale, softcap or 1.0), softcap is not None
-    kernels.part_sums[(parts, rows)](
-        products_SV, targets_S, sums_SP, losses_S, classes, stride, *finish, CAPPED=capped, **SUMS
-    )
-    kernels.cross_entropy[(-(-classes // GRADS["BLOCK"]) if wanted else 1, rows)](
-        products_SV, targets_S, sums_SP, losses_S, classes, stride, parts, *finish,
-        CAPPED=capped, WANTED=wanted, PARTS=1 << (parts - 1).bit_length(), **GRADS,
+    given = (products_SV, targets_S, sums_SP, losses_S, classes, stride)
+    options = {"CAPPED": softcap is not None, **CLASSES}
+    kernels.part_sums[(parts, rows)](*given, scale, softcap or 1.0, **options)
+    kernels.cross_entropy[(parts if wanted else 1, rows)](
+        *given, parts, scale, softcap or 1.0,
+        WANTED=wanted, PARTS=1 << (parts - 1).bit_length(), **options,
     )  # fmt: skip
     return losses_S
