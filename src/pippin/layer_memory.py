@@ -144,13 +144,13 @@ def _framed_kept(shape: Shape, train: TrainShape) -> list[int]:
 
 
 def _compiled_kept(shape: Shape, train: TrainShape) -> list[int]:
-    """Of torch.compile, read off runs: products are kept (4F), norms mostly computed again.
+    """Of torch.compile, fitted to runs: products are kept (4F), norms mostly computed again.
 
     Over codes the frozen product and the adapter's stand apart.
     """
     family, (q, k) = family_of(shape), widths(shape)
-    hidden = 1.6 + family.after * (1.6 if train.full else 1.0)
-    forward = 4 + 1.35 * (train.packed > 0)
+    hidden = 1.35 + family.after * (1.35 if train.full else 0.95)
+    forward = 4 + 0.92 * (train.packed > 0)
     channels = int(hidden * shape.hidden_size + forward * shape.intermediate_size)
     channels += 2 * q + 2 * k + family.heads * (q + k) + narrow(train)
     return [train.tokens * (train.itemsize * channels + 4 * shape.num_heads)]
