@@ -57,7 +57,9 @@ def test_attention_and_its_gradients_are_float64s(kind, channels, window):
         scale=0.3,
     )
     flat = [x.flatten(1) for x in (q, k, v)]
-    near(call.forward(*flat), wanted.detach().flatten(1), tolerance)
+    out = torch.empty_like(flat[0])
+    call.forward(*flat, out)
+    near(out, wanted.detach().flatten(1), tolerance)
     grads = torch.autograd.grad(wanted, exact, up.double())
     for ours, one in zip(call.backward(up.flatten(1), *flat), grads, strict=True):
         near(ours, one.flatten(1), tolerance)
@@ -134,6 +136,23 @@ def test_layers_give_the_plain_layers_gradients(
         mine, one = (state[name] for state in states)
         distance = np.linalg.norm(mine - one)
         assert distance <= tolerance * np.linalg.norm(one), name
+
+
+@needs_compiler
+def test_a_second_forward_before_the_backward_spoils_nothing(tiny, engine, samples, pack, adapter):
+    def gradients(twice):
+        model = engine.load(tiny("llama"), "float32")
+        trainer = model.trainer(Train(), Lora(rank=4), adapter(model, live=True), 0)
+        rows = [trainer.ability.layout(pack([s]), torch.device("cpu")) for s in (samples, [other])]
+        loss = trainer._loss(rows[0])
+        if twice:
+            trainer._loss(rows[1])
+        loss.backward()
+        return [p.grad for p in trainer.trainable.values()]
+
+    other = samples[3][::-1].copy()
+    for ours, wanted in zip(gradients(True), gradients(False), strict=True):
+        assert torch.equal(ours, wanted)
 
 
 @pytest.mark.parametrize(

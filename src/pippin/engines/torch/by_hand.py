@@ -51,8 +51,10 @@ def replace_layers(
     if packing.first_T is None and not on_cpu:
         return "its attention is not one kernel for all samples"
     calls = layer_calls(network, layers, rows)
+    float8, make = train.frozen_dtype == "float8", _maker(on_cpu, train)
     for number, (layer, call) in enumerate(zip(layers, calls, strict=True)):
-        fault = _replace(layer, call, number, train.frozen_dtype == "float8")
+        made = make(layer, number)
+        fault = made if isinstance(made, str) else _replace(layer, made, call, number, float8)
         if fault:
             for done in layers[:number]:
                 del done.forward
@@ -62,10 +64,7 @@ def replace_layers(
     return None
 
 
-def _replace(layer: nn.Module, call: Call, number: int, float8: bool) -> str | None:
-    made = _on_cpu(layer) if call.args[0].device.type == "cpu" else _on_cuda(layer, float8)
-    if isinstance(made, str):
-        return made
+def _replace(layer: nn.Module, made: Made, call: Call, number: int, float8: bool) -> str | None:
     forward, frames = made
     wanted = results(layer, call, number > 0)
     layer.forward = forward
@@ -109,11 +108,19 @@ def _on_cuda(layer: nn.Module, float8: bool) -> str | Made:
     return forward_of(parts), parts.frames
 
 
-def _on_cpu(layer: nn.Module) -> str | Made:
-    from pippin.engines.torch.cpu_layer import find_parts, forward_of
+def _maker(on_cpu: bool, train: Train) -> Callable[[nn.Module, int], str | Made]:
+    """What makes a layer, given its number, of our own code."""
+    if not on_cpu:
+        return lambda layer, _: _on_cuda(layer, train.frozen_dtype == "float8")
+    from pippin.engines.torch.cpu_layer import Room, find_parts, forward_of
 
-    parts = find_parts(layer)
-    return parts if isinstance(parts, str) else (forward_of(parts), ())
+    room = None if train.recomputed else Room()
+
+    def make(layer: nn.Module, number: int) -> str | Made:
+        parts = find_parts(layer, number, room)
+        return parts if isinstance(parts, str) else (forward_of(parts), ())
+
+    return make
 
 
 def _tolerance(wanted: dict[str, torch.Tensor], float8: bool) -> float:

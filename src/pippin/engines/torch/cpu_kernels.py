@@ -114,11 +114,9 @@ class Attention:
     window: int
     scale: float
 
-    def forward(self, q_TO: Tensor, k_TO: Tensor, v_TO: Tensor) -> Tensor:
+    def forward(self, q_TO: Tensor, k_TO: Tensor, v_TO: Tensor, out_TO: Tensor) -> None:
         """(T, H x C) of queries, (T, K x C) of keys and of values -> (T, H x C)."""
-        out_TO = torch.empty_like(q_TO)
         _run("attend", self._call(), q_TO, k_TO, v_TO, out_TO)
-        return out_TO
 
     def backward(self, grad_TO: Tensor, *qkv: Tensor) -> list[Tensor]:
         """The gradients of queries, keys and values."""
@@ -126,10 +124,10 @@ class Attention:
         _run("attend_grad", self._call(), grad_TO, *qkv, *grads)
         return grads
 
-    def _call(self) -> ctypes.Array[Any]:
+    def _call(self) -> Any:
         sizes = (len(self.edges) - 1, self.heads, self.kv_heads, self.channels, self.window)
         call = _Call(self.edges.data_ptr(), *sizes, self.scale)
-        return ctypes.pointer(call)  # ty: ignore[invalid-return-type]
+        return ctypes.pointer(call)
 
 
 class _Call(ctypes.Structure):

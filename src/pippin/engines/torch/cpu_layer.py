@@ -7,7 +7,7 @@ share their thin products.
 Shape letters: T tokens, D hidden, I inputs, O outputs, R rank, E ranks of a group together.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,6 +19,8 @@ from pippin.engines.torch import cpu_kernels as kernels
 from pippin.engines.torch.attention import Packing
 from pippin.engines.torch.lora import LoraLinear
 from pippin.engines.torch.parts import Parts, take_apart
+
+ROWS = 16
 
 
 class Group:
@@ -34,16 +36,17 @@ class Group:
         """lora_A and lora_B of every adapter in turn."""
         return [master for a in self.adapters for master in (a.lora_A, a.lora_B)]
 
-    def forward(self, x_TI: Tensor) -> tuple[list[Tensor], Tensor]:
-        """The outputs (T, O) in turn, and scale * x A^T (T, E)."""
+    def forward(self, x_TI: Tensor, ys: Sequence[Tensor]) -> Tensor:
+        """Fill the outputs (T, O) in turn; returns scale * x A^T (T, E)."""
         z_TE = x_TI @ self._a(x_TI.dtype).T * self.scale if self.adapters else x_TI[:, :0]
-        ys = []
-        for linear, ranks in self._with_ranks():
-            y_TO = functional.linear(x_TI, linear.weight, linear.bias)
+        for y_TO, (linear, ranks) in zip(ys, self._with_ranks(), strict=True):
+            if linear.bias is None:
+                torch.mm(x_TI, linear.weight.T, out=y_TO)
+            else:
+                torch.addmm(linear.bias, x_TI, linear.weight.T, out=y_TO)
             if ranks is not None:
                 y_TO.addmm_(z_TE[:, ranks], linear.lora_B.to(x_TI.dtype).T)
-            ys.append(y_TO)
-        return ys, z_TE
+        return z_TE
 
     def backward(
         self, dys: list[Tensor], x_TI: Tensor, z_TE: Tensor
@@ -87,17 +90,59 @@ class Group:
         return torch.cat([adapter.lora_A.to(dtype) for adapter in self.adapters])
 
 
+class Room:
+    """Memory for what a network's layers keep, taken up again in every step: a heap would fray."""
+
+    def __init__(self) -> None:
+        self.layers, self._whole, self._taken = 0, torch.empty(0), set[int]()
+
+    def take(self, number: int, widths: Sequence[int], like_TD: Tensor) -> list[Tensor]:
+        """Uninitialised (T, width) each, of their own where the layer's place is taken."""
+        tokens = len(like_TD)
+        size = tokens * sum(widths)
+        if number in self._taken:
+            flat = like_TD.new_empty(size)
+        else:
+            if self._whole.numel() < self.layers * size or self._whole.dtype != like_TD.dtype:
+                self._whole = like_TD.new_empty(self.layers * size)
+            self._taken.add(number)
+            flat = self._whole.data[number * size : (number + 1) * size]
+        return [x.view(tokens, -1) for x in flat.split([tokens * width for width in widths])]
+
+    def leave(self, number: int) -> None:
+        """Nobody reads that layer's any more."""
+        self._taken.discard(number)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Llama:
-    """One layer; `groups` are key, query, value; output; gate, up; down."""
+    """One layer; `groups` are key, query, value; output; gate, up; down.
+
+    `room` is None where nothing is kept for long.
+    """
 
     parts: Parts
     groups: tuple[Group, Group, Group, Group]
+    number: int
+    room: Room | None
 
     @property
     def masters(self) -> list[nn.Parameter]:
         """Of all groups in turn."""
         return [master for group in self.groups for master in group.masters]
+
+    def take(self, x_TD: Tensor, keep: bool) -> list[Tensor]:
+        """Key, query, value, what attention mixes, the middle, gate and up, to be filled."""
+        kqv, o, both, _ = ([linear.out_features for linear in g.linears] for g in self.groups)
+        widths = [*kqv, kqv[1], *o, *both]
+        if self.room is not None and keep:
+            return self.room.take(self.number, widths, x_TD)
+        return [x_TD.new_empty(len(x_TD), width) for width in widths]
+
+    def leave(self) -> None:
+        """What was taken is not read any more."""
+        if self.room is not None:
+            self.room.leave(self.number)
 
 
 class Call(NamedTuple):
@@ -105,41 +150,56 @@ class Call(NamedTuple):
 
     angles: tuple[Tensor, Tensor]
     attention: kernels.Attention
+    keep: bool
 
 
-def find_parts(layer: nn.Module) -> Llama | str:
+def find_parts(layer: nn.Module, number: int, room: Room | None) -> Llama | str:
     """The layer taken apart, or why it cannot be."""
     parts = take_apart(layer)
     if isinstance(parts, str):
         return parts
     if not kernels.known(parts.norms[0].weight_D.dtype):
         return kernels.missing() or "its numbers are of another kind"
+    if room is not None:
+        room.layers = max(room.layers, number + 1)
     kqv, o, both, down = map(Group, parts.linears)
-    return Llama(parts=parts, groups=(kqv, o, both, down))
+    return Llama(parts=parts, groups=(kqv, o, both, down), number=number, room=room)
 
 
 def forward_of(layer: Llama) -> Callable[..., Tensor]:
-    """A forward with the signature that transformers calls its layers by."""
+    """A forward with the signature that transformers calls its layers by.
+
+    Rows are filled up to a multiple of ROWS, as a sample of nobody's: oneDNN keeps code for every
+    number of rows that it has met, 9 MB in 30 layers that are never given back.
+    """
 
     def forward(
         hidden_BTD: Tensor, *_: Any, position_embeddings: Any, packing: Packing, **__: Any
     ) -> Tensor:
-        cos_TC, sin_TC = (angles[0].contiguous() for angles in position_embeddings)
-        call = Call((cos_TC, sin_TC), _attention(layer.parts, packing))
-        x_TD = hidden_BTD.flatten(0, 1).contiguous()
-        return _Layer.apply(x_TD, layer, call, *layer.masters)[None]
+        tokens = hidden_BTD.shape[1]
+        x_TD, cos_TC, sin_TC = map(_filled, (hidden_BTD, *position_embeddings))
+        attention = _attention(layer.parts, packing, len(x_TD))
+        call = Call((cos_TC, sin_TC), attention, torch.is_grad_enabled())
+        return _Layer.apply(x_TD, layer, call, *layer.masters)[None, :tokens]
 
     return forward
 
 
-def _attention(parts: Parts, packing: Packing) -> kernels.Attention:
-    edges = torch.tensor([0, *(stop for _, stop in packing.bounds)])
+def _filled(x: Tensor) -> Tensor:
+    """(1, T, ...) with rows of zeros up to a multiple of ROWS, the first dimension left out."""
+    missing = -x.shape[1] % ROWS
+    return functional.pad(x[0], (0, 0, 0, missing)) if missing else x[0].contiguous()
+
+
+def _attention(parts: Parts, packing: Packing, rows: int) -> kernels.Attention:
+    ends = [stop for _, stop in packing.bounds]
+    more = [rows] if rows > ends[-1] else []
     return kernels.Attention(
-        edges=edges,
+        edges=torch.tensor([0, *ends, *more]),
         heads=parts.heads[0],
         kv_heads=parts.heads[1],
         channels=parts.channels,
-        window=parts.window or int(edges[-1]),
+        window=parts.window or rows,
         scale=parts.scale,
     )
 
@@ -148,14 +208,16 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, layer: Llama, call: Call, *_: Tensor) -> Tensor:
         (kqv, o, both, down), (first, second) = layer.groups, layer.parts.norms
-        (k, q, v), z_kqv = kqv.forward(kernels.norm(x_TD, *first))
+        k, q, v, mixed, middle_TD, gate, up = layer.take(x_TD, call.keep)
+        z_kqv = kqv.forward(kernels.norm(x_TD, *first), (k, q, v))
         for x in (k, q):
             kernels.rotate(x, call.angles, layer.parts.channels, 1.0)
-        mixed = call.attention.forward(q, k, v)
-        (middle_TD,), z_o = o.forward(mixed)
+        call.attention.forward(q, k, v, mixed)
+        z_o = o.forward(mixed, (middle_TD,))
         middle_TD += x_TD
-        (gate, up), z_both = both.forward(kernels.norm(middle_TD, *second))
-        (out_TD,), z_down = down.forward(kernels.gate(gate, up))
+        z_both = both.forward(kernels.norm(middle_TD, *second), (gate, up))
+        out_TD = torch.empty_like(x_TD)
+        z_down = down.forward(kernels.gate(gate, up), (out_TD,))
         out_TD += middle_TD
         narrow = (z_kqv, z_o, z_both, z_down)
         ctx.save_for_backward(x_TD, q, k, v, mixed, middle_TD, gate, up, *narrow)
@@ -185,4 +247,5 @@ class _Layer(torch.autograd.Function):
         else:
             d_read, kqv_grads = kqv.backward(d_kqv, read_TD, z_kqv)
             dx_TD = kernels.norm_grad(d_read, x_TD, d_middle, *first)
+        layer.leave()
         return dx_TD, None, None, *kqv_grads, *o_grads, *both_grads, *down_grads

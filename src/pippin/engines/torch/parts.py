@@ -1,4 +1,7 @@
-"""A decoder layer of Llama's shape taken apart into linears and norms, or why it cannot be."""
+"""A decoder layer of Llama's shape taken apart into linears and norms, or why it cannot be.
+
+Shape letters: D hidden.
+"""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
