@@ -13,7 +13,9 @@ GEMMAS = ("gemma", "gemma2", "gemma3_text")
 # Every how many layers one attends to everything, where the config is silent.
 _PATTERNS = {"gemma2": 2, "gemma3_text": 6}
 # Targets whose caches mask by themselves what lies before a window.
-MASKED = ("coreai", "coreml", "executorch", "executorch-coreml")
+MASKED = ("coreai", "coreml", "executorch", "executorch-coreml", "executorch-mlx")
+# Those that compute the Gemmas.
+GEMMA = ("coreai", "coreml", "executorch", "executorch-coreml")
 # Those whose attention caps its scores as Gemma 2 does.
 CAPPED = ("coreai", "coreml", "executorch-coreml")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -24,7 +26,7 @@ ACTIVATIONS = {False: "silu", True: "gelu_pytorch_tanh"}
 def refuse_family(target: str, checkpoint: Path) -> Iterator[Refusal]:
     """Every reason why the decoder cannot compute the model in the folder, as (message, hint)."""
     config, masked = read_config(checkpoint), target in MASKED
-    built = (*MODEL_TYPES, *GEMMAS) if masked else MODEL_TYPES
+    built = (*MODEL_TYPES, *GEMMAS) if target in GEMMA else MODEL_TYPES
     window = next((size for size in windows_of(config) if size is not None), None)
     if window is not None and not masked:
         yield (

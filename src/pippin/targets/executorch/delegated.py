@@ -50,15 +50,13 @@ class Delegate:
     """One delegate. `runtime` says what `open` runs the file in, for deploy.json.
 
     `limits` are those of the target's gate; `why` says what keeps an operator outside the delegate;
-    `subgraphs` is how many pieces the program may be cut into; `full_calls` whether one call may
-    fill the whole context, which is another program for some. Without `open` nothing here runs the
-    file, and the program that was handed over runs instead.
+    `full_calls` whether one call may fill the whole context, which is another program for some.
+    Without `open` nothing here runs the file, and the program that was handed over runs instead.
     """
 
     limits: Limits
     backend: str
     runtime: str
-    subgraphs: int
     full_calls: bool
     read_weights: Callable[[Folder, int], Weights]
     lower: Callable[[torch.export.ExportedProgram, dict[str, Any]], EdgeProgramManager]
@@ -168,10 +166,10 @@ def _opener(
 
 
 def _require_whole(delegate: Delegate, delegation: Delegation) -> None:
-    if not 0 < delegation.subgraphs <= delegate.subgraphs:
+    if delegation.subgraphs != 1:
         left = [row.operator for row in delegation.operators if row.left]
         raise PippinError(
             f"{delegate.target}: the delegate cut the program into {delegation.subgraphs} pieces, "
-            f"{delegate.subgraphs} at most were expected; outside are {', '.join(left) or 'none'}",
+            f"one was expected; outside are {', '.join(left) or 'none'}",
             "use the version of executorch that pippin names",
         )

@@ -7,12 +7,11 @@ from pippin.targets.guide import Guide
 
 def guide(description: dict[str, Any]) -> Guide:
     """How to run the .pte on a desk and in an app."""
-    check, version = description["check"], description["versions"]["executorch"]
+    version = description["versions"]["executorch"]
     return Guide(
         title="A language model for ExecuTorch",
-        about="`model.pte` runs on a phone's CPU (Android and iOS, XNNPACK). It was checked "
-        f"against its quantized parent in PyTorch: KL divergence {check['mean_kl']:.2g} nats a "
-        f"token, the likeliest token the same at {check['top1']:.1%} of positions.",
+        about="`model.pte` runs on a phone's CPU (Android and iOS, XNNPACK). In ExecuTorch's own "
+        f"runtime it {differs(description['check'])}",
         run=f"""
 ## On your desk
 
@@ -48,8 +47,16 @@ answer: strip it.
     )
 
 
-def on_a_mac(version: str) -> str:
-    """A section: the program, step by step, in the wheel's own runtime."""
+def differs(check: dict[str, Any]) -> str:
+    """The end of a sentence: how far a file is from the quantized model."""
+    return (
+        f"differs from the quantized model by a KL divergence of {check['mean_kl']:.2g} nats a "
+        f"token, the likeliest token the same at {check['top1']:.1%} of positions."
+    )
+
+
+def on_apple(version: str, delegate: str) -> str:
+    """Sections: the program, step by step, in the wheel's own runtime, and in an app."""
     return f"""\
 ## On a Mac
 
@@ -68,4 +75,11 @@ for _ in range(16):
     ids, position = [int(logits.argmax())], position + len(ids)
     print(ids[0])
 ```
+
+## In an app
+
+Build ExecuTorch {version} with `EXECUTORCH_BUILD_{delegate}` and
+`EXECUTORCH_BUILD_EXTENSION_LLM_RUNNER` on, and give `TextRunner` of `ExecuTorchLLM` the paths of
+`model.pte` and `tokenizer.json`. The runner hands out the text of the token that ends an answer:
+strip it.
 """

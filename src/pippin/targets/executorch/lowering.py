@@ -70,13 +70,32 @@ def shared_provenance() -> Generator[None]:
 
 
 def export(decoder: nn.Module, max_tokens: int) -> torch.export.ExportedProgram:
-    """The decoder as a graph that takes 1 to max_tokens tokens a call."""
+    """The decoder as a graph for 1 to max_tokens tokens a call; what nothing reads is out."""
     example = (torch.zeros((1, 3), dtype=torch.long), torch.tensor([0]))
     length = torch.export.Dim("length", min=1, max=max_tokens)
     with tracing():
-        return torch.export.export(
+        program = torch.export.export(
             decoder, example, dynamic_shapes=({1: length}, None), strict=False
         )
+    _drop_unread(program)
+    return program
+
+
+def _drop_unread(program: torch.export.ExportedProgram) -> None:
+    """Take out buffers without readers, a tied matrix's second name among them.
+
+    ExecuTorch drops parameters that nothing reads, and writes such buffers as constants.
+    """
+    graph, signature = program.graph, program.graph_signature
+    graph.eliminate_dead_code()
+    buffers = signature.inputs_to_buffers
+    unread = [n for n in graph.nodes if n.op == "placeholder" and n.name in buffers and not n.users]
+    for node in unread:
+        program.state_dict.pop(buffers[node.name], None)
+        graph.erase_node(node)
+    gone = {node.name for node in unread}
+    signature.input_specs[:] = [s for s in signature.input_specs if s.arg.name not in gone]
+    program.graph_module.recompile()
 
 
 def lower(
@@ -118,7 +137,7 @@ def without_idle_passes() -> Generator[None]:
 
 def serialize(edge: EdgeProgramManager) -> ExecutorchProgramManager:
     """The .pte in memory, the delegates' data in segments of their own that load lazily."""
-    with tracing():
+    with tracing(), without_idle_passes():
         return edge.to_executorch(
             ExecutorchBackendConfig(
                 extract_delegate_segments=True,

@@ -57,7 +57,7 @@ def write(bundle: Bundle) -> Iterator[Event]:
     graph = edge.exported_program().graph_module
     delegation = read_delegation(graph, BACKEND, stretches.why)
     yield progress(1, started)
-    with (bundle.folder / PROGRAM).open("wb") as file, lowering.without_idle_passes():
+    with (bundle.folder / PROGRAM).open("wb") as file:
         lowering.serialize(edge).write_to_file(file)
     del edge
     shared = share_segments(bundle.folder / PROGRAM)

@@ -14,7 +14,7 @@ from pippin.targets.executorch import lowering
 from pippin.targets.executorch.coreml.parts import CoreMlDelegateParts
 from pippin.targets.executorch.coreml.runtime import EmbeddedModel
 from pippin.targets.executorch.delegated import Delegate
-from pippin.targets.executorch.guide import on_a_mac
+from pippin.targets.executorch.guide import differs, on_apple
 from pippin.targets.gate import Limits
 from pippin.targets.guide import Guide
 
@@ -32,7 +32,6 @@ def delegate() -> Delegate:
             tokens=24,
             greedy=Greedy(tokens=4, stepped=2),
         ),
-        subgraphs=1,
         full_calls=False,
         read_weights=lambda folder, context: Weights(CoreMlDelegateParts(), folder, context),
         lower=_lower,
@@ -54,19 +53,11 @@ def _lower(program: torch.export.ExportedProgram, constants: dict[str, Any]) -> 
 
 
 def _guide(description: dict[str, Any]) -> Guide:
-    check, version = description["check"], description["versions"]["executorch"]
     return Guide(
         title="A language model for ExecuTorch with Core ML",
         about="`model.pte` gives its whole program to Core ML, which chooses between CPU, GPU and "
         "Neural Engine on iOS 18, macOS 15 and newer. That program, read back and run operator by "
-        "operator in float16, differs from the quantized model by a KL divergence of "
-        f"{check['mean_kl']:.2g} nats a token, the likeliest token the same at "
-        f"{check['top1']:.1%} of positions. Core ML itself was not run: it needs a Mac or a phone.",
-        run=f"""{on_a_mac(version)}
-## In an app
-
-Build ExecuTorch {version} with `EXECUTORCH_BUILD_COREML` and
-`EXECUTORCH_BUILD_EXTENSION_LLM_RUNNER` on, and give `TextRunner` of `ExecuTorchLLM` the paths of
-`model.pte` and `tokenizer.json`.
-""",
+        f"operator in float16, {differs(description['check'])} Core ML itself was not run: it "
+        "needs a Mac or a phone.",
+        run=on_apple(description["versions"]["executorch"], "COREML"),
     )

@@ -10,7 +10,7 @@ from pippin.engines import Scorer
 from pippin.targets.decoder import Weights
 from pippin.targets.executorch import lowering
 from pippin.targets.executorch.delegated import Delegate
-from pippin.targets.executorch.guide import on_a_mac
+from pippin.targets.executorch.guide import differs, on_apple
 from pippin.targets.executorch.mlx.schema import provide_schema
 from pippin.targets.folder import Folder
 from pippin.targets.gate import Limits
@@ -25,7 +25,6 @@ def delegate() -> Delegate:
         runtime="its MLX bytecode in PyTorch, in float32: MLX itself was not run",
         # The same codes and float32 on both sides.
         limits=Limits(target="executorch-mlx", max_kl=1e-4, min_top1=0.98, tokens=48),
-        subgraphs=1,
         full_calls=True,
         read_weights=_read_weights,
         lower=_lower,
@@ -47,7 +46,7 @@ def _lower(program: torch.export.ExportedProgram, constants: dict[str, Any]) -> 
     from executorch.backends.mlx.passes import get_default_passes
 
     # Imported just now, the delegate has set its logger to tell everything.
-    with quiet():
+    with quiet(), lowering.without_idle_passes():
         return lowering.lower(program, constants, MLXPartitioner(), get_default_passes())
 
 
@@ -59,19 +58,11 @@ def _open(path: Path, context: int) -> Scorer:
 
 
 def _guide(description: dict[str, Any]) -> Guide:
-    check, version = description["check"], description["versions"]["executorch"]
     return Guide(
         title="A language model for ExecuTorch on Apple GPUs",
         about="`model.pte` runs on the GPUs of Macs, iPhones and iPads through ExecuTorch's MLX "
         "delegate, which has the whole model in one piece. Its bytecode, run instruction by "
-        "instruction in PyTorch in float32, differs from the quantized model by a KL divergence of "
-        f"{check['mean_kl']:.2g} nats a token, the likeliest token the same at "
-        f"{check['top1']:.1%} of positions. MLX itself was not run: it needs a Mac.",
-        run=f"""{on_a_mac(version)}
-## In an app
-
-Build ExecuTorch {version} with `EXECUTORCH_BUILD_MLX` and `EXECUTORCH_BUILD_EXTENSION_LLM_RUNNER`
-on, and give `TextRunner` of `ExecuTorchLLM` the paths of `model.pte` and `tokenizer.json`. The
-runner hands out the text of the token that ends an answer: strip it.
-""",
+        f"instruction in PyTorch in float32, {differs(description['check'])} MLX itself was not "
+        "run: it needs a Mac.",
+        run=on_apple(description["versions"]["executorch"], "MLX"),
     )

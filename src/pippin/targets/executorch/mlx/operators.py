@@ -64,13 +64,12 @@ def _rope(given: Values) -> Tensor:
 
 def _attend(given: Values) -> Tensor:
     q_BHTC, k_BKSC, v_BKSC = given["q"], given["k"], given["v"]
-    assert given["causal"]
-    assert given.get("mask") is None
     repeat = q_BHTC.shape[1] // k_BKSC.shape[1]
     k_BHSC, v_BHSC = (x.repeat_interleave(repeat, 1) for x in (k_BKSC, v_BKSC))
     tokens, slots = q_BHTC.shape[2], k_BKSC.shape[2]
     # The last query sees every slot.
-    seen_TS = torch.ones(tokens, slots, dtype=torch.bool).tril(slots - tokens)
+    causal_TS = torch.ones(tokens, slots, dtype=torch.bool).tril(slots - tokens)
+    seen_TS = causal_TS if given["causal"] else given["mask"]
     scores_BHTS = q_BHTC @ k_BHSC.mT * given["scale"]
     return scores_BHTS.masked_fill(~seen_TS, -torch.inf).softmax(-1) @ v_BHSC
 
@@ -84,6 +83,10 @@ def _slice_update(given: Values) -> Tensor:
     changed = given["dst"].clone()
     changed[_slices(given)] = given["update"]
     return changed
+
+
+def _range(given: Values) -> Tensor:
+    return torch.arange(given["start"], given["stop"], given["step"])
 
 
 def _norm(given: Values) -> Tensor:
@@ -101,11 +104,16 @@ OPERATORS: dict[str, Callable[[Values], Any]] = {
     "AddIntNode": lambda g: g["a"] + g["b"],
     "AddNode": lambda g: g["a"] + g["b"],
     "AddmmNode": _addmm,
+    "ARangeNode": _range,
     "AsTypeNode": lambda g: g["x"].to(_INTEGERS.get(g["scalar_type"], torch.float32)),
     "ContiguousNode": lambda g: g["x"],
     "DequantizeNode": expand,
+    "ExpandDimsNode": lambda g: g["x"].unsqueeze(g["axis"]),
+    "GreaterEqualNode": lambda g: g["a"] >= g["b"],
     "IdCopyNode": lambda g: g["x"],
     "ItemIntNode": lambda g: int(g["x"]),
+    "LessNode": lambda g: g["a"] < g["b"],
+    "LogicalAndNode": lambda g: g["a"] & g["b"],
     "MatmulNode": lambda g: g["a"] @ g["b"],
     "MultiplyNode": lambda g: g["a"] * g["b"],
     "QuantizedMatmulNode": lambda g: multiply(g, expand(g)),
@@ -116,6 +124,7 @@ OPERATORS: dict[str, Callable[[Values], Any]] = {
     "SigmoidNode": lambda g: g["x"].sigmoid(),
     "SliceNode": lambda g: g["x"][_slices(g)],
     "SliceUpdateNode": _slice_update,
+    "SubtractNode": lambda g: g["a"] - g["b"],
     "SymSizeNode": lambda g: g["a"].shape[g["dim"]],
     "TakeNode": _take,
     "TransposeNode": lambda g: g["x"].permute(g["perm"]),

@@ -4,6 +4,8 @@ Shape letters: B batch (1), T tokens, O outputs (or vocabulary), I inputs, D hid
 heads, C head channels, S slots of the cache.
 """
 
+from typing import TypeAlias
+
 # The delegate's operators are defined here.
 import executorch.backends.mlx.custom_ops  # noqa: F401
 import torch
@@ -18,6 +20,10 @@ from pippin.targets.folder import Affine, Folder
 from pippin.targets.matrices import MatrixParts
 
 _NORM = "model.norm.weight"
+
+
+# The first slot of a call's tokens, and which of those up to its last they see under a window.
+Place: TypeAlias = tuple[int, Tensor | None]
 
 
 class RMSNorm(portable.RMSNorm):
@@ -52,15 +58,16 @@ class Cache(nn.Module):
         self.register_buffer("keys", torch.zeros(size, dtype=dtype), persistent=False)
         self.register_buffer("values", torch.zeros(size, dtype=dtype), persistent=False)
 
-    def forward(self, q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, start: int) -> Tensor:
-        """Write T tokens from slot `start` on, then attend causally; (B, T, H, C) to the same."""
-        ops = torch.ops.mlx
+    def forward(self, q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, place: Place) -> Tensor:
+        """Write T tokens at their place, then attend causally; (B, T, H, C) to the same."""
+        ops, (start, seen_TS) = torch.ops.mlx, place
         q_BHTC = ops.rope(q_BTHC.transpose(1, 2), self.head_dim, start, freqs=self.periods)
         k_BKTC = ops.rope(k_BTKC.transpose(1, 2), self.head_dim, start, freqs=self.periods)
         ops.kv_cache_update(self.keys, k_BKTC, start)
         ops.kv_cache_update(self.values, v_BTKC.transpose(1, 2), start)
+        mask = {"is_causal": True} if seen_TS is None else {"attn_mask": seen_TS}
         mixed_BHTC = ops.custom_sdpa(
-            q_BHTC, self.keys, self.values, start, is_causal=True, scale=self.scale
+            q_BHTC, self.keys, self.values, start, scale=self.scale, **mask
         )
         return mixed_BHTC.transpose(1, 2).contiguous()
 
@@ -74,9 +81,13 @@ class MlxParts(MatrixParts):
         super().__init__()
         self._rotary = (dtype, periods_C, scaling)
 
-    def place(self, shape: Shape, start: int, length: int, window: int | None) -> int:
-        """The first slot: the delegate's attention masks by itself."""
-        return start
+    def place(self, shape: Shape, start: int, length: int, window: int | None) -> Place:
+        """The first slot: the delegate's attention masks by itself what no window hides."""
+        if window is None:
+            return start, None
+        end = start + length
+        back_TS = torch.arange(start, end)[:, None] - torch.arange(end)
+        return start, torch.logical_and(back_TS >= 0, back_TS < window)
 
     def cache(self, shape: Shape) -> nn.Module:  # ty: ignore[incompatible-method-override]
         """Caches in the program's dtype, positions in float32."""

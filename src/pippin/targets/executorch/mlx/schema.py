@@ -41,15 +41,27 @@ def provide_schema() -> None:
     known = any(isinstance(finder, _Finder) for finder in sys.meta_path)
     if known or (source / "mlx_graph_schema.py").is_file():
         return
-    folder = cache_folder() / f"executorch-mlx-{metadata.version('executorch')}"
+    name = f"executorch-mlx-{metadata.version('executorch')}"
+    folder = cache_folder() / name
     if not folder.is_dir():
+        folder = _room(folder)
         _generate(source, folder)
     sys.meta_path.insert(0, _Finder(folder))
 
 
+def _room(folder: Path) -> Path:
+    """`folder` itself, or one for this process where the cache cannot be written."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent):
+            return folder
+    except OSError as error:
+        print(f"pippin: made for this run alone, as the cache is closed: {error}", file=sys.stderr)
+        return Path(tempfile.mkdtemp(prefix="pippin-")) / folder.name
+
+
 def _generate(source: Path, folder: Path) -> None:
     """The script writes beside itself, so it runs in a copy that becomes `folder` when whole."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as place:
         made = Path(place) / folder.name
         shutil.copytree(source, made / "serialization")

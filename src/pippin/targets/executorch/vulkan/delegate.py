@@ -10,6 +10,7 @@ from pippin.targets.agreement import Greedy
 from pippin.targets.decoder import Weights
 from pippin.targets.executorch import lowering
 from pippin.targets.executorch.delegated import Delegate
+from pippin.targets.executorch.guide import differs
 from pippin.targets.executorch.vulkan.parts import VulkanParts
 from pippin.targets.gate import Limits
 from pippin.targets.guide import Guide
@@ -29,7 +30,6 @@ def delegate() -> Delegate:
             tokens=16,
             greedy=Greedy(tokens=4),
         ),
-        subgraphs=1,
         full_calls=True,
         read_weights=lambda folder, context: Weights(VulkanParts(), folder, context),
         lower=_lower,
@@ -41,18 +41,18 @@ def delegate() -> Delegate:
 
 def _lower(program: torch.export.ExportedProgram, constants: dict[str, Any]) -> EdgeProgramManager:
     partitioner = VulkanPartitioner({"require_dynamic_shapes": True})
-    return lowering.lower(program, constants, partitioner)
+    with lowering.without_idle_passes():
+        return lowering.lower(program, constants, partitioner)
 
 
 def _guide(description: dict[str, Any]) -> Guide:
-    check, version = description["check"], description["versions"]["executorch"]
+    version = description["versions"]["executorch"]
     return Guide(
         title="A language model for ExecuTorch on Vulkan",
         about="`model.pte` runs on the GPUs of Android phones through ExecuTorch's Vulkan "
         "delegate, which has the whole model in one piece. The program that the delegate was "
-        "given, run in PyTorch, differs from the quantized model by a KL divergence of "
-        f"{check['mean_kl']:.2g} nats a token, the likeliest token the same at "
-        f"{check['top1']:.1%} of positions. The file itself was not run: it needs Vulkan.",
+        f"given, run in PyTorch, {differs(description['check'])} The file itself was not run: it "
+        "needs Vulkan.",
         run=f"""
 ## On a phone
 
