@@ -67,6 +67,12 @@ def test_whole_number_where_a_float_is_wanted(recipe):
 
 
 FAULTS = [
+    (
+        "seed = 7",
+        'seed = 7\ndeploy.targets = ["mps"]',
+        '2: deploy.targets: "mps" is not a choice',
+        "executorch==1.4.1",
+    ),
     ("steps = 10", "stepps = 10", "17: train.stepps: unknown key", "did you mean steps?"),
     ("steps = 10", "rank = 10", "17: train.rank: unknown key", "belongs in [lora]"),
     ("steps = 10", "steps = 0", "17: train.steps: 0 is out of range", "at least 1"),

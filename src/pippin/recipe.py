@@ -35,6 +35,13 @@ TargetName: TypeAlias = Literal[
 ]
 # Those whose files nothing on a desk runs: they are checked as they are made, and not evaluated.
 DEVICE_ONLY = ("executorch-vulkan",)
+_NO_MPS = (
+    "ExecuTorch 1.5 took its MPS backend out; executorch-mlx uses the same GPUs. An app that has "
+    "MPS built in takes a file exported on a Mac with executorch==1.4.1, from the folder that "
+    "target hf writes"
+)
+# Targets that people ask for and that are gone, with the way out.
+GONE = {"executorch-mps": _NO_MPS, "mps": _NO_MPS}
 
 # What bits are shared out under: at most one of these keys of [quantize].
 BUDGETS = ("target_bits", "max_size", "max_kl")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pippin.errors import RecipeError, UsageError
-from pippin.recipe import TABLES, Recipe
+from pippin.recipe import GONE, TABLES, Recipe
 from pippin.recipe_limits import contradictions, limit
 from pippin.recipe_lines import Keys, key_lines, line_of
 
@@ -187,6 +187,8 @@ class _Reader:
         near = difflib.get_close_matches(str(value), [str(c) for c in choices], n=1)
         listing = "one of " + ", ".join(str(c) for c in choices)
         hint = f"did you mean {near[0]}? It is {listing}" if near else f"it is {listing}"
+        if keys == ("deploy", "targets"):
+            hint = GONE.get(str(value), hint)
         return self.fault(keys, f"{_show(value)} is not a choice", hint)
 
 
