@@ -92,6 +92,8 @@ class _Group:
             if not self.places and self.rows.tokens_BT.shape[1] == 1:
                 self.places = {number: place for place, number in enumerate(self.rows.numbers)}
                 self.replay = self._recorded(logits_BV)
+                if self.replay is not None:
+                    self.cache = None  # its keys and values lie in the replay's buffers
         return logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32))
 
     def _plain(self) -> Tensor:
