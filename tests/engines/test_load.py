@@ -175,3 +175,11 @@ def test_code_in_the_folder_runs_only_when_told(copy, tiny, engine, tmp_path, mo
     assert type(model.network).__name__ == "OwnForCausalLM"
     plain = engine.load(tiny("llama"), "float32")
     np.testing.assert_array_equal(model.logprobs(tokens_BT), plain.logprobs(tokens_BT))
+
+
+@pytest.mark.parametrize("set_by", [{"RANK": "1", "WORLD_SIZE": "2"}, {"MLX_RANK": "1"}])
+def test_one_of_several_processes_is_refused(set_by, monkeypatch):
+    for name, value in set_by.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match="number 1 of several"):
+        load_engine("torch", "cpu")

@@ -1,6 +1,7 @@
 """What loads, what is refused, and that a quantized folder means the same everywhere."""
 
 import ctypes
+import functools
 import json
 import sys
 
@@ -197,11 +198,21 @@ def test_openblas_is_preloaded_or_asked_for(monkeypatch, found):
             raise OSError
 
     monkeypatch.setattr(ctypes, "CDLL", load)
+    monkeypatch.delitem(sys.modules, "mlx.core")
     blas._load.cache_clear()
+    blas.preload()
     told = blas.notice()
     blas._load.cache_clear()
     assert asked[0] == ("libopenblas.so.0", ctypes.RTLD_GLOBAL)
     assert told is None if found else "apt install libopenblas0-pthread" in told
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Apple's own BLAS is fast")
+def test_openblas_that_comes_too_late_is_told(monkeypatch):
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    monkeypatch.setattr(blas, "_load", functools.cache(blas._load.__wrapped__))
+    blas.preload()  # MLX is there already
+    assert "imported before pippin could load OpenBLAS" in blas.notice()
 
 
 def test_configs_with_a_rope_for_each_kind_of_layer():

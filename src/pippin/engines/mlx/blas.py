@@ -5,9 +5,14 @@ The wheel's symbols are the standard ones, so a library that is loaded before an
 
 import ctypes
 import functools
+import os
 import sys
 
 NAMES = ("libopenblas.so.0", "libopenblasp.so.0")
+LATE = (
+    "MLX was imported before pippin could load OpenBLAS, so its own BLAS computes, many times "
+    "slower; load the engine first, or set LD_PRELOAD=libopenblas.so.0"
+)
 HINT = "apt install libopenblas0-pthread (Debian, Ubuntu), dnf install openblas-threads (Fedora)"
 
 
@@ -18,8 +23,12 @@ def preload() -> None:
 
 
 def notice() -> str | None:
-    """What a run on a Linux CPU is told where OpenBLAS is missing."""
-    if sys.platform != "linux" or _load():
+    """What a run on a Linux CPU is told where OpenBLAS is missing, or came after MLX."""
+    if sys.platform != "linux" or "openblas" in os.environ.get("LD_PRELOAD", ""):
+        return None
+    if not _load.cache_info().currsize and "mlx.core" in sys.modules:
+        return LATE
+    if _load():
         return None
     return f"MLX's own BLAS computes, many times slower than OpenBLAS; {HINT}"
 

@@ -55,8 +55,7 @@ def _room(folder: Path) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent):
             return folder
-    except OSError as error:
-        print(f"pippin: made for this run alone, as the cache is closed: {error}", file=sys.stderr)
+    except OSError:
         return Path(tempfile.mkdtemp(prefix="pippin-")) / folder.name
 
 
