@@ -150,10 +150,10 @@ def test_calibration_by_hand():
     layer = memory.layer_activations(shape, 2048, 2)
     weights = 2 * memory.parameters(shape)
     found = memory.calibrate_bytes(shape, 2, 2048)
-    assert found == weights + moments + layer + 8 * 1536**2 + 20_480 * 1536
+    assert found == weights + moments + layer + 8 * 1536**2 + 5120 * 1536
     wide = config({**SMOL, "intermediate_size": 15360})
     room = memory.calibrate_bytes(wide, 2, 2048) - 2 * memory.parameters(wide)
-    rest = memory.layer_activations(wide, 2048, 2) + 8 * 15360**2 + 20_480 * 15360
+    rest = memory.layer_activations(wide, 2048, 2) + 8 * 15360**2 + 5120 * 15360
     assert room == memory.MOMENTS + rest
 
 
@@ -162,9 +162,7 @@ def test_calibration_layer_by_layer_by_hand():
     linears = sum(i * o for i, o in memory.linear_shapes(shape).values())
     held = 2 * (linears + 49152 * 576 + 8192 * 576) + _SMOL_MOMENTS
     layer = memory.layer_activations(shape, 1024, 2)
-    assert (
-        memory.layered_bytes(shape, 2, (1024, 8192)) == held + layer + 8 * 1536**2 + 20_480 * 1536
-    )
+    assert memory.layered_bytes(shape, 2, (1024, 8192)) == held + layer + 8 * 1536**2 + 5120 * 1536
 
 
 def test_quantized_size_by_hand():

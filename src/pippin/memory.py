@@ -131,8 +131,8 @@ def quantize_bytes(shape: Shape, itemsize: int) -> int:
 def calibrate_bytes(shape: Shape, itemsize: int, tokens: int) -> int:
     """Weights, their moments, one layer's activations, and the widest Hessian being made ready.
 
-    P b + min(moments, MOMENTS) + layer(n) + 8 I^2 + 20480 I: the Hessian scaled and its factor in
-    float32, and five blocks of 512 rows of it in float64 meanwhile.
+    P b + min(moments, MOMENTS) + layer(n) + 8 I^2 + 5120 I: the Hessian scaled and its factor in
+    float32, and five blocks of 128 rows of it in float64 meanwhile.
     """
     moments = min(moment_bytes(shape), MOMENTS)
     layer = layer_activations(shape, tokens, itemsize)
@@ -142,7 +142,7 @@ def calibrate_bytes(shape: Shape, itemsize: int, tokens: int) -> int:
 def layered_bytes(shape: Shape, itemsize: int, tokens: tuple[int, int]) -> int:
     """The same where layers are read in turn: `tokens` of a batch, and of all batches.
 
-    Embedding, head, one layer and its moments, all tokens' hidden states, 8 I^2 + 20480 I.
+    Embedding, head, one layer and its moments, all tokens' hidden states, 8 I^2 + 5120 I.
     """
     layer = sum(i * o for i, o in linear_shapes(shape).values())
     tables = shape.vocab_size * shape.hidden_size * (1 if shape.tied_embeddings else 2)
@@ -163,7 +163,7 @@ def linear_moments(inputs: int, outputs: int) -> int:
 
 def _ready(shape: Shape) -> int:
     inputs = max(i for i, _ in linear_shapes(shape).values())
-    return 8 * inputs**2 + 20_480 * inputs
+    return 8 * inputs**2 + 5120 * inputs
 
 
 def quantized_size(shape: Shape, grids: tuple[tuple[int, int], tuple[int, int]]) -> int:

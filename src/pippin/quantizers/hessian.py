@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 DAMPING = 0.01
 # Rows and columns that are factored at once.
-_BLOCK = 512
+_BLOCK = 128
 
 
 class Hessian:
