@@ -121,7 +121,7 @@ FAULTS = [
     (
         "[data]",
         '[quantize]\nscheme = "k"\ngroup_size = 32\n[qat]\nsteps = 9\n[data]',
-        "9: qat.steps: scales of scales",
+        "10: qat.steps: scales of scales",
         "affine",
     ),
     (

@@ -251,19 +251,14 @@ class Forecast:
         return memory.calibrate_bytes(config, self.itemsize, CALIBRATION_TOKENS) + back
 
     def qat(self) -> Need:
-        """A byte a code, the embedding dense, one linear dense twice; scales as what is trained."""
+        """As `codes_bytes` says; checkpoints hold what scales moved by and both moments."""
         q, train, config = self.recipe.quantize, self.recipe.train, self.facts.config
-        linears = memory.linear_parameters(config)
-        trained = linears * (1 if q.scheme == "symmetric" else 2) // (q.group_size or 512)
-        tokens = train.row_tokens * train.batch_rows
-        layers = 1 if train.recomputed == 1 else config.num_layers
-        held = linears + self.itemsize * (memory.parameters(config) - linears) + 36 * trained
-        passing = layers * memory.layer_activations(config, tokens, self.itemsize)
-        passing += memory.loss_bytes(config, tokens, self.itemsize)
-        return Need(
-            memory=held + passing + 12 * memory.largest_linear(config) + HELD[self.device],
-            disk=self._quantized() + 12 * trained * max(1, train.keep_checkpoints),
-        )
+        values = 1 if q.scheme == "symmetric" else 2
+        trained = values * memory.linear_parameters(config) // (q.group_size or 512)
+        batch = train.row_tokens * train.batch_rows
+        held = memory.codes_bytes(config, batch, self.itemsize, (trained, train.recomputed == 1))
+        disk = self._quantized() + 12 * trained * max(1, train.keep_checkpoints)
+        return Need(memory=held + HELD[self.device], disk=disk)
 
     def evaluate(self) -> Need:
         """The dense model in the evaluation's dtype, a batch of rows, the answers' cache."""

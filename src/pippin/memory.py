@@ -118,6 +118,20 @@ def largest_tensor(shape: Shape) -> int:
     return max(shape.vocab_size * shape.hidden_size, largest_linear(shape))
 
 
+def codes_bytes(shape: Shape, tokens: int, itemsize: int, trains: tuple[int, bool]) -> int:
+    """Training on codes: a byte each, embedding dense, 36 bytes a trained value, activations.
+
+    One linear is made dense beside its gradient, 12 bytes a weight. `trains` counts those values,
+    and tells whether all layers are computed again.
+    """
+    trained, again = trains
+    linears = linear_parameters(shape)
+    held = linears + itemsize * (parameters(shape) - linears) + 36 * trained
+    layers = 1 if again else shape.num_layers
+    held += layers * layer_activations(shape, tokens, itemsize)
+    return held + loss_bytes(shape, tokens, itemsize) + 12 * largest_linear(shape)
+
+
 def merge_bytes(shape: Shape, itemsize: int) -> int:
     """One tensor as stored, in float32, its delta in float32, and the result: E (2b + 8)."""
     return largest_tensor(shape) * (2 * itemsize + 8)
