@@ -172,11 +172,7 @@ class Quantize:
     )
     bits: Literal[2, 3, 4, 5, 6, 8] = key(4, "bits of a linear's codes")
     group_size: Literal[0, 32, 64, 128] = key(64, "weights that share a scale; 0 is per channel")
-    scheme: Scheme = key(
-        "affine",
-        "symmetric codes around zero, affine from minimum to maximum, or as GGUF's K types have "
-        "them (k): scales that are multiples of one for 256 weights take half the bits",
-    )
+    scheme: Scheme = key("affine", "symmetric around zero, affine between extremes, k as in GGUF")
     embed_bits: Literal[2, 3, 4, 5, 6, 8, 16] = key(8, "bits of embedding and head; 16 leaves them")
     embed_group_size: Literal[0, 32, 64, 128] = key(64, "group size of embedding and head")
     embed_scheme: Scheme = key("affine", "scheme of embedding and head")
@@ -278,11 +274,7 @@ class Deploy:
 
     targets: tuple[TargetName, ...] = key(("executorch",), "deployment formats; () stops before")
     context: int = key(512, "tokens the deployed model can hold")
-    full_gate: bool = key(
-        False,
-        "compare each file with the quantized model on all of 32 prompts, not on those that a "
-        "minute allows",
-    )
+    full_gate: bool = key(False, "compare each file on all of 32 prompts, however long it takes")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

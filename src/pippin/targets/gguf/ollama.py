@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pippin.errors import DataError
-from pippin.model.tokenizer import Tokenizer
+from pippin.model.tokenizer import Message, Tokenizer
 
 FILE = "Modelfile"
 # Sampling defaults of a model under Ollama's names.
@@ -45,7 +45,7 @@ class Turns:
     assistant: tuple[str, str]
     prompt: str
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def render(self, messages: Sequence[Message]) -> str:
         """A conversation as the Go template renders it."""
         text, before = "", None
         for message in messages:
@@ -138,11 +138,11 @@ def _guess(tokenizer: Tokenizer) -> Turns | None:
 
 
 def _rendered(
-    tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], generation_prompt: bool = True
+    tokenizer: Tokenizer, messages: Sequence[Message], generation_prompt: bool = True
 ) -> str:
     """As the template writes it, "" where it refuses; without what llama.cpp puts first itself."""
     try:
-        text = tokenizer.render_text(list(messages), generation_prompt=generation_prompt)
+        text = tokenizer.render_text(messages, generation_prompt=generation_prompt)
     except DataError:
         return ""
     return text.removeprefix(tokenizer.decode(tokenizer.prefix)) if tokenizer.prefix else text
