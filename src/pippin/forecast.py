@@ -26,7 +26,7 @@ BYTES = {"torch": train_bytes, "mlx": mlx_bytes, "jax": jax_bytes}  # of trainin
 FRAMEWORK = 400_000_000
 # What libraries hold while training, by device: PyTorch's and transformers' code on a CPU, two
 # workspaces of cuBLAS on CUDA; on MPS it is not the GPU's. benchmarks/bench_forecast.py --fit.
-HELD = {"cpu": 505_000_000, "cuda": 75_000_000, "mps": 0}
+HELD = {"cpu": 525_000_000, "cuda": 75_000_000, "mps": 0}
 # What no arithmetic sees: a plan had better ask for a little too much.
 MARGIN = 1.02
 # What the evaluation before it leaves resident when one process does the whole run; read off runs

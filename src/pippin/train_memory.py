@@ -26,7 +26,6 @@ from pippin.layer_memory import (
 
 LOSS_BYTES = 96 << 20  # logits that exist at once on CUDA (engines/torch/loss.py)
 OTHER_LOSS_BYTES = 64 << 20  # the same in float32, elsewhere
-LARGE = 4 << 20  # bytes; larger blocks go back to the system (engines/host.py)
 PACKED_GROUPS = (32, 64, 128, 256)  # of 4-bit codes that the CPU's kernel takes
 
 
@@ -71,14 +70,14 @@ def train_bytes(shape: Shape, train: TrainShape) -> TrainBytes:
     """Tensors alone: what a framework and an allocator add is not in it."""
     t, b = train.trained, train.itemsize
     table = shape.vocab_size * shape.hidden_size
-    tensors, ends = layer_kept(shape, train), train.tokens * b * shape.hidden_size
-    layer, count = sum(tensors), shape.num_layers
+    layer, ends = sum(layer_kept(shape, train)), train.tokens * b * shape.hidden_size
+    count = shape.num_layers
     cuda = train.device == "cuda"
     early = 4 * t if train.accumulates or (train.adapted and cuda) else 0  # gradients
     again = math.ceil(train.checkpointing * count)  # only their inputs are kept
     kept = again * ends + (count - again) * layer
     fresh = layer if again == count else 0  # else a kept one is gone by then
-    blocks = [ends] * again + tensors * max(1, count - again)
+    blocks = again * ends + max(1, count - again) * layer
     head = table * b if train.full else 0
     return TrainBytes(
         weights=weight_bytes(shape, train),
@@ -92,7 +91,7 @@ def train_bytes(shape: Shape, train: TrainShape) -> TrainBytes:
         at_end=(layer + 2 * head) if train.full else 0,
         in_update=4 * memory.largest_tensor(shape) if train.full else 0,
         in_checkpoint=12 * t if train.device == "cpu" else 0,
-        holes=int(_frayed(shape, train) * sum(block for block in blocks if block < LARGE)),
+        holes=int(_frayed(shape, train) * blocks),
     )
 
 
@@ -111,13 +110,13 @@ def weight_bytes(shape: Shape, train: TrainShape) -> int:
 
 
 def _frayed(shape: Shape, train: TrainShape) -> float:
-    """Holes of the heap as a share of what layers keep in it; read off runs.
+    """Holes of a CPU's heap as a share of what layers keep; fitted to runs.
 
-    Fewer where the feed-forward's temporaries are in it too and fill them.
+    Layers by hand make few blocks that live shortly, unpacked codes are many.
     """
-    if train.device != "cpu":
+    if train.device != "cpu" or by_hand(shape, train):
         return 0.0
-    return 0.38 if train.tokens * train.itemsize * shape.intermediate_size < LARGE else 0.9
+    return 0.53 if train.packed else 0.3
 
 
 def _trial(shape: Shape, train: TrainShape, ends: int) -> int:
