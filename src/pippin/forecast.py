@@ -24,9 +24,10 @@ BYTES = {"torch": train_bytes, "mlx": mlx_bytes, "jax": jax_bytes}  # of trainin
 
 # Resident after the framework and transformers are imported, before any tensor.
 FRAMEWORK = 400_000_000
-# What libraries hold while training, by device: PyTorch's and transformers' code on a CPU, two
+# What libraries hold while training: their code on a CPU, by engine, XLA's compiler among it; two
 # workspaces of cuBLAS on CUDA; on MPS it is not the GPU's. benchmarks/bench_forecast.py --fit.
-HELD = {"cpu": 525_000_000, "cuda": 75_000_000, "mps": 0}
+HELD_ON_CPU = {"torch": 525_000_000, "mlx": 315_000_000, "jax": 1_175_000_000}
+HELD = {"cuda": 75_000_000, "mps": 0}
 # What no arithmetic sees: a plan had better ask for a little too much.
 MARGIN = 1.02
 # What the evaluation before it leaves resident when one process does the whole run; read off runs
@@ -155,7 +156,8 @@ class Forecast:
     def train_peak(self) -> int:
         """Tensors, what the framework holds besides them, and what the allocator cannot reuse."""
         tensors = self.train_bytes()
-        return int(MARGIN * (tensors.total + tensors.holes + HELD[self.device]))
+        held = HELD.get(self.device, HELD_ON_CPU[self.recipe.model.engine])
+        return int(MARGIN * (tensors.total + tensors.holes + held))
 
     def train_bytes(self) -> TrainBytes:
         """Where the tensors of training go."""
