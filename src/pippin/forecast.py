@@ -156,8 +156,11 @@ class Forecast:
     def train_peak(self) -> int:
         """Tensors, what the framework holds besides them, and what the allocator cannot reuse."""
         tensors = self.train_bytes()
-        held = HELD.get(self.device, HELD_ON_CPU[self.recipe.model.engine])
-        return int(MARGIN * (tensors.total + tensors.holes + held))
+        return int(MARGIN * (tensors.total + tensors.holes + self._held))
+
+    @property
+    def _held(self) -> int:
+        return HELD.get(self.device, HELD_ON_CPU[self.recipe.model.engine])
 
     def train_bytes(self) -> TrainBytes:
         """Where the tensors of training go."""
@@ -192,17 +195,15 @@ class Forecast:
         return engine == "jax" or (self.device != "mps" and self.itemsize == 2)
 
     def _packed(self) -> float:
-        """Bytes of a linear's weight that is kept in codes, its share of scale and bias included.
-
-        0 for dense weights. PyTorch's kernels take 4 bits; the CPU's has a second copy of both.
-        """
+        """Bytes of a linear's weight in codes, scale and bias included; 0 for dense ones."""
         asked = self.facts.config.quantization or {}
         bits, group = asked.get("bits", 0), asked.get("group_size", 0)
         torch = self.recipe.model.engine == "torch"
         fits = bits == 4 and group in PACKED_GROUPS if torch else group > 0
         if not fits or not self.trains_over_codes:
             return 0.0
-        return bits / 8 + (8 if torch and self.device == "cpu" else 4) / group
+        twice = torch and self.device == "cpu"  # its kernel has scales and biases of its own
+        return bits / 8 + (8 if twice else 4) / group
 
     def _train_seconds(self) -> float | None:
         """4N operations a token for an adapter, 6N for all; 2N more to recompute."""
@@ -260,7 +261,7 @@ class Forecast:
         batch = train.row_tokens * train.batch_rows
         held = memory.codes_bytes(config, batch, self.itemsize, (trained, train.recomputed == 1))
         disk = self._quantized() + 12 * trained * max(1, train.keep_checkpoints)
-        return Need(memory=held + HELD[self.device], disk=disk)
+        return Need(memory=held + self._held, disk=disk)
 
     def evaluate(self) -> Need:
         """The dense model in the evaluation's dtype, a batch of rows, the answers' cache."""
