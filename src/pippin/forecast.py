@@ -21,7 +21,6 @@ from pippin.steps import Step
 from pippin.train_memory import PACKED_GROUPS, TrainBytes, train_bytes
 
 BYTES = {"torch": train_bytes, "mlx": mlx_bytes, "jax": jax_bytes}  # of training, by engine
-
 # Resident after the framework and transformers are imported, before any tensor.
 FRAMEWORK = 400_000_000
 # What libraries hold while training: their code on a CPU, by engine, XLA's compiler among it; two
@@ -200,7 +199,7 @@ class Forecast:
         bits, group = asked.get("bits", 0), asked.get("group_size", 0)
         torch = self.recipe.model.engine == "torch"
         fits = bits == 4 and group in PACKED_GROUPS if torch else group > 0
-        if not fits or not self.trains_over_codes:
+        if not (fits and self.trains_over_codes):
             return 0.0
         twice = torch and self.device == "cpu"  # its kernel has scales and biases of its own
         return bits / 8 + (8 if twice else 4) / group
