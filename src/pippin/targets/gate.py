@@ -7,6 +7,7 @@ from typing import Any
 
 from pippin.engines import Scorer
 from pippin.events import Event
+from pippin.figures import check_text
 from pippin.model.tokenizer import Tokenizer
 from pippin.targets import Bundle
 from pippin.targets.agreement import Greedy, compare, load_parent, require
@@ -53,10 +54,12 @@ def gate(
         Greedy() if full else limits.greedy,
     )
     figures = require(limits.target, agreement, limits.max_kl, limits.min_top1)
-    figures |= {"of_prompts": len(prompts), "cut_to": None if full else limits.tokens}
-    if agreement.prompts < len(prompts):
-        yield notice(limits.target, _fewer(agreement.prompts, len(prompts)))
-    return figures | {"load_seconds": loaded}
+    cut_to = None if full else limits.tokens
+    figures |= {"of_prompts": len(prompts), "cut_to": cut_to, "load_seconds": loaded}
+    short = cut_to or agreement.prompts < len(prompts)
+    more = "; deploy.full_gate = true takes all, whole" if short else ""
+    yield notice(limits.target, check_text(figures) + more)
+    return figures
 
 
 def _in_time(prompts: Sequence[list[int]], least: int) -> Iterator[list[int]]:
@@ -66,10 +69,3 @@ def _in_time(prompts: Sequence[list[int]], least: int) -> Iterator[list[int]]:
         if done >= least and time.perf_counter() - started > SECONDS:
             return
         yield prompt
-
-
-def _fewer(judged: int, known: int) -> str:
-    return (
-        f"judged on {judged} of {known} prompts, which took {SECONDS:.0f} s or more: "
-        "deploy.full_gate = true takes all of them"
-    )
