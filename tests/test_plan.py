@@ -234,7 +234,8 @@ def test_a_share_of_the_layers_is_offered_where_the_recipe_may_say_it(recipe):
 def test_a_quantized_base_is_offered_where_it_saves_memory(recipe):
     forecast = forecast_of(recipe)
     native = replace(forecast, machine=replace(MACHINE, native_bfloat16=True))
-    for each, offered in ((forecast, False), (native, True)):
+    jax = forecast_of(change(recipe, model={"engine": "jax"}))
+    for each, offered in ((forecast, False), (native, True), (jax, True)):
         found = [way for way in kinds_that_fit(each, 2**40) if "quantized" in way.keys]
         assert bool(found) is offered
 
