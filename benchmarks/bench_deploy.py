@@ -97,7 +97,7 @@ def make(target: str, quantized: Path, folder: Path) -> Made:
         Bundle(quantized=quantized, folder=folder, context=CONTEXT)
     ):
         if isinstance(event, Progress) and not written and list(folder.glob("model.*")):
-            written = event.values["seconds"]
+            written = round(time.perf_counter() - start, 1)
     return Made(
         wall=time.perf_counter() - start,
         cpu=round(time.process_time() - cpu, 1),
