@@ -208,6 +208,7 @@ def roomy(columns: int, itemsize: int) -> int:
 
 
 def narrow(train: TrainShape) -> int:
+    """Ranks of all adapters of a layer."""
     return train.rank * len(train.adapted)
 
 
@@ -217,6 +218,7 @@ def _adapted(shape: Shape, train: TrainShape) -> list[tuple[int, int]]:
 
 
 def widths(shape: Shape) -> tuple[int, int]:
+    """All channels of queries, and of keys."""
     return shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
 
 

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pippin.data.batches import Batch
-from pippin.errors import Refusal, UsageError
+from pippin.engines.host import refuse_several
+from pippin.errors import Refusal
 from pippin.model.weights import Tensors
 from pippin.recipe import Lora, Train
 
@@ -291,18 +292,7 @@ def load_engine(
     one of several processes that were launched together, where the engine does not share work.
     """
     if name != "mlx" or "MLX_RANK" not in os.environ:
-        _refuse_several(name)
+        refuse_several(name)
     make = importlib.import_module(ENGINES[name]).make_engine
     extra = () if attention == "auto" else (attention,)
     return cast("Engine", make(device, remote_code, *extra))
-
-
-def _refuse_several(name: str) -> None:
-    """Each process would do all the work, and write into the other's run."""
-    mlx, other = "MLX_RANK" in os.environ, os.environ.get("RANK", "")
-    if mlx or (other.isdecimal() and os.environ.get("WORLD_SIZE", "1") not in ("", "1")):
-        raise UsageError(
-            f"engine {name} works in one process; this one is number "
-            f"{os.environ['MLX_RANK'] if mlx else other} of several that were launched together",
-            'start pippin without a launcher, or set model.engine = "mlx" and use mlx.launch',
-        )

@@ -5,6 +5,8 @@ import os
 import resource
 import sys
 
+from pippin.errors import UsageError
+
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt, malloc.h
 LARGE = 4 << 20  # bytes; smaller ones cost 6 to 10 % of a step's time, larger ones save no memory
 PRODUCTS = 64  # shapes of products; a step of one length has about 40
@@ -35,3 +37,17 @@ def steady_heap() -> None:
         if mallopt is not None:
             mallopt(M_MMAP_THRESHOLD, LARGE)
             mallopt(M_TRIM_THRESHOLD, 1 << 30)
+
+
+def refuse_several(name: str) -> None:
+    """Raise UsageError in one of several processes that were launched together.
+
+    Each would do all the work, and write into the others' run.
+    """
+    mlx, other = "MLX_RANK" in os.environ, os.environ.get("RANK", "")
+    if mlx or (other.isdecimal() and os.environ.get("WORLD_SIZE", "1") not in ("", "1")):
+        raise UsageError(
+            f"engine {name} works in one process; this one is number "
+            f"{os.environ['MLX_RANK'] if mlx else other} of several that were launched together",
+            'start pippin without a launcher, or set model.engine = "mlx" and use mlx.launch',
+        )
