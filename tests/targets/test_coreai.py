@@ -1,7 +1,10 @@
 """A tiny model end to end: quantized folder to .aimodel, executed in Core AI's own runtime."""
 
+import asyncio
 import json
+import re
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -55,8 +58,20 @@ def test_the_bundle_describes_itself(bundle):
     assert (found["target"], found["context"], found["stop_ids"]) == ("coreai", CONTEXT, [2])
     assert found["check"]["greedy_equal"] == found["check"]["greedy_tokens"] > 0
     assert found["check"]["mean_kl"] < 1e-6
-    assert "model.aimodel" in (bundle / "README.md").read_text()
     assert any(name.startswith("model.aimodel/") for name in found["digests"])
+
+
+def test_the_readme_s_program_answers(bundle, model, monkeypatch):
+    monkeypatch.chdir(bundle)
+    (program,) = re.findall(r"```python\n(.*?)```", Path("README.md").read_text(), re.DOTALL)
+    names = {}
+    exec(program, names)
+
+    async def answer():
+        return [token async for token in names["answer"](PROMPT.tolist(), 6)]
+
+    steps = model.generate([PROMPT], Sampling(max_tokens=6))
+    assert asyncio.run(answer()) == [token for (token,) in steps]
 
 
 def test_codes_are_stored_once_and_packed(bundle, source):

@@ -1,6 +1,8 @@
 """A Hugging Face folder holds the codes where compressed-tensors can, and loads in transformers."""
 
 import json
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -64,6 +66,14 @@ def test_codes_that_it_does_not_hold_are_dense(quantized):
     description = json.loads((bundle / "deploy.json").read_text())
     assert description["check"]["mean_kl"] < 0.02
     assert "rounded to its dtype" in (bundle / "README.md").read_text()
+
+
+def test_the_readme_s_program_answers(quantized, monkeypatch, capsys):
+    bundle, _ = deploy(quantized())
+    monkeypatch.chdir(bundle)
+    (program,) = re.findall(r"```python\n(.*?)```", Path("README.md").read_text(), re.DOTALL)
+    exec(program.replace("max_new_tokens=64", "max_new_tokens=3"), {})
+    assert "'role': 'assistant'" in capsys.readouterr().out
 
 
 def test_linears_of_several_widths_are_named_in_groups(quantized):
