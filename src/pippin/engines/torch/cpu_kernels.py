@@ -187,6 +187,9 @@ def _compiled(place: Path) -> Path:
         place = Path(tempfile.mkdtemp(prefix="pippin-")) / place.name
         partial = place.with_name(f"{place.name}.{os.getpid()}")
     command: Sequence[str] = ("g++", *FLAGS.split(), "-o", str(partial), str(SOURCE))
-    subprocess.run(command, check=True, capture_output=True, text=True)
-    partial.replace(place)
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True)
+        partial.replace(place)
+    finally:
+        partial.unlink(missing_ok=True)
     return place
