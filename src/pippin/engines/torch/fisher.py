@@ -83,7 +83,9 @@ class Weigher:
             for span in spans(len(total_OS)):
                 mirror(total_OS[span, : span.stop - span.start])
             self.sums[outputs_of(name)] = total_OS
-        return {name: total.cpu().numpy() for name, total in self.sums.items()}
+        found = {name: total.cpu().numpy() for name, total in self.sums.items()}
+        self.sums, self.outputs = {}, {}  # who waits for the next layer would hold them
+        return found
 
 
 def loss_moments(

@@ -1,6 +1,6 @@
 """X^T X of every linear's inputs: what calibrated quantizers minimise their error against.
 
-Shape letters: B rows, T tokens, N real tokens, D features.
+Shape letters: B rows, T tokens, N real tokens, D features, S of a strip.
 """
 
 from collections.abc import Collection, Sequence
@@ -52,6 +52,7 @@ class Collector:
     def moments(self) -> dict[str, NDArray[np.float32]]:
         """The sums by linear, on the host; the collector's own are spent."""
         sums = {name: whole(total) for name, total in self.sums.items()}
+        self.sums = {}
         return {name: sums[owner] for name, owner in self.owner.items()}
 
 
@@ -63,9 +64,12 @@ def add_upper(sum_DD: Tensor, x_ND: Tensor) -> None:
 
 
 def mirror(sum_DD: Tensor) -> None:
-    """Fill the other triangle."""
-    sum_DD.triu_()
-    sum_DD += sum_DD.triu(1).T
+    """Fill the other triangle, strip by strip."""
+    for start in range(0, len(sum_DD), _STRIP):
+        stop = start + _STRIP
+        own_SS = sum_DD[start:stop, start:stop].triu_()
+        own_SS += own_SS.triu(1).T
+        sum_DD[stop:, start:stop] = sum_DD[start:stop, stop:].T
 
 
 def whole(sum_DD: Tensor) -> NDArray[np.float32]:
