@@ -165,6 +165,7 @@ def test_a_file_that_computes_something_else_is_refused(bundle, quantized, tmp_p
         "gemma3_short",
         pytest.param("gemma3", marks=pytest.mark.slow),
         pytest.param("mistral", marks=pytest.mark.slow),
+        pytest.param("openllama", marks=pytest.mark.slow),
         pytest.param("qwen2", marks=pytest.mark.slow),
         pytest.param("untied", marks=pytest.mark.slow),
     ],

@@ -65,7 +65,9 @@ def test_a_row_may_fill_the_context(bundle):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "odd_heads", "untied", "llama3_rope", "mistral"])
+@pytest.mark.parametrize(
+    "kind", ["qwen2", "qwen3", "odd_heads", "untied", "llama3_rope", "mistral", "openllama"]
+)
 def test_other_families(deploy, quantized, tmp_path, kind):
     found = json.loads((deploy(quantized(kind), tmp_path / "bundle") / "deploy.json").read_text())
     assert found["check"]["max_difference"] < 1e-3
