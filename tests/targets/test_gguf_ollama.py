@@ -49,7 +49,14 @@ TEMPLATES = {
     "folded": FOLDED,
     "no system": NO_SYSTEM,
 }
-COUNTS = "{% for m in messages %}{{ loop.index }}: {{ m['content'] }}\n{% endfor %}"
+BEYOND = {
+    "counts": "{% for m in messages %}{{ loop.index }}: {{ m['content'] }}\n{% endfor %}",
+    "shouts": "{% for m in messages %}{{ m['content'] | upper }}\n{% endfor %}",
+    "asks": (
+        "{% if messages[-1]['role'] == 'assistant' %}{{ raise_exception('ask') }}{% endif %}"
+        "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}[/]{% endfor %}"
+    ),
+}
 # text/template, asked about some conversations on stdin.
 GO = """package main
 import ("encoding/json"; "os"; "strings"; "text/template")
@@ -98,8 +105,9 @@ def test_turns_render_what_the_chat_template_renders(tokenizer, tmp_path, name):
         assert json.loads(done.stdout) == wanted
 
 
-def test_a_template_that_counts_turns_is_beyond_it(tokenizer):
-    model = tokenizer(COUNTS)
+@pytest.mark.parametrize("name", BEYOND)
+def test_a_template_of_more_than_turns_is_beyond_it(tokenizer, name):
+    model = tokenizer(BEYOND[name])
     assert find_turns(model) is None
     assert modelfile("model.gguf", model, 64, {}) is None
 

@@ -111,18 +111,15 @@ def find_turns(tokenizer: Tokenizer) -> Turns | None:
 
 
 def _guess(tokenizer: Tokenizer) -> Turns | None:
-    """Read off three conversations: one of a user, one of three turns, one with a system."""
+    """Read off conversations of two and three turns and one with a system; all may be wrong."""
     first, second, third = (turn["content"] for turn in _TURNS[:3])
-    alone, told = _rendered(tokenizer, _TURNS[:1]), _rendered(tokenizer, _TURNS[:3])
+    told = _rendered(tokenizer, _TURNS[:3])
     ended = _rendered(tokenizer, _TURNS[:3], generation_prompt=False)
-    if not (alone and told and ended) or not told.startswith(ended):
-        return None
-    cut = list(_between(told, (first, second, third)))
-    closes = ended[ended.rindex(third) + len(third) :]
-    if len(cut) != 4 or not cut[1].startswith(closes):
+    cut, closes = list(_between(told, (first, second, third))), ended.rpartition(third)[2]
+    if len(cut) != 4 or not (told.startswith(ended) and cut[1].startswith(closes)):
         return None
     answered = _rendered(tokenizer, _TURNS[:2], generation_prompt=False)
-    assistant = cut[1].removeprefix(closes), answered[answered.rindex(second) + len(second) :]
+    assistant = cut[1].removeprefix(closes), answered.rpartition(second)[2]
     opens = cut[2].removeprefix(assistant[1])
     if not cut[0].endswith(opens):
         return None
