@@ -56,11 +56,11 @@ def check_text(check: Mapping[str, Any]) -> str:
     `check` is that of deploy.json: speeds are tokens a second, the parent's PyTorch's in float32.
     """
     said = []
-    if "of_prompts" in check:
-        fewer = check["prompts"] < check["of_prompts"]
+    if "prompts" in check:
+        count, of = check["prompts"], check.get("of_prompts")
         said.append(
-            f"judged on {check['prompts']} of {check['of_prompts']} prompts"
-            + (", as many as a minute allowed" if fewer else "")
+            f"judged on {count} {f'of {of} ' if of else ''}prompts"
+            + (", as many as a minute allowed" if of and count < of else "")
             + (f", the first {check['cut_to']} tokens of each" if check.get("cut_to") else "")
         )
     if "load_seconds" in check:

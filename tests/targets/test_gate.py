@@ -77,6 +77,7 @@ def test_the_full_gate_takes_every_prompt(folder, parent, tmp_path):
     assert many["prompts"] > 20
     assert many["load_seconds"] >= 0
     assert "judged on 1 of" in check_text(few)
+    assert check_text({"prompts": 4, "mean_kl": 0.1}) == "judged on 4 prompts"
     assert "the first 8 tokens of each; loaded in" in check_text(few)
     assert "answers" in check_text(many)
 

@@ -122,4 +122,6 @@ def _figures(scores: Scores) -> Iterator[str]:
         if scores.get(key) is not None:
             yield f"{name} {figure(key, scores[key])}"
     if "check" in scores:
-        yield ", ".join([bytes_text(scores["size_bytes"]), check_text(scores["check"])])
+        yield bytes_text(scores["size_bytes"])
+        if text := check_text(scores["check"]):
+            yield text
