@@ -167,6 +167,8 @@ def _fitting(forecast: Forecast, step: Step, free: int) -> str:
     """The nearest thing that fits."""
     if step.stage == "train" and (way := fastest_fits(forecast, free)):
         return f"set {way.keys}: about {bytes_text(way.memory)}"
+    if step.stage == "qat":
+        return "lower train.batch_rows or train.row_tokens, or set qat.steps = 0"
     if step.stage == "evaluate":
         return "lower evaluate.batch_rows, or close other programs"
     return "choose a smaller model, or a machine with more memory"

@@ -8,7 +8,7 @@ COMMANDS = {
     "train": "train the adapter (or every weight)",
     "merge": "merge the adapter into the original weights",
     "quantize": "make the merged model small",
-    "qat": "train the small model's scales, so that it answers as the large one does",
+    "qat": "go on training with the small model: its scales follow the loss",
     "evaluate": "measure every stage that is there against its parent",
     "deploy": "write the files that leave this machine",
     "generate": "answer one prompt with a model, a stage's folder or a recipe's result",

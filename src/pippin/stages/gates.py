@@ -23,7 +23,8 @@ HINTS = {
     "merged": "the merged weights' dtype rounds the adapter away: use a float32 or bfloat16 base, "
     "or change gates.merged",
     "quantized": "raise quantize.bits or quantize.embed_bits, choose a smaller group_size, "
-    "list sensitive tensors in quantize.keep, set qat.steps, or change gates.quantized",
+    "list sensitive tensors in quantize.keep, tune scales (quantize.recover_tokens to the model "
+    "before, qat.steps to the answers), or change gates.quantized",
     "deployed": "the file does not compute what the quantized model does: compare the answers in "
     "its scores.json, or change gates.deployed",
 }
