@@ -1,5 +1,6 @@
 """Decoder layers by hand on a CPU, and the kernels between their products."""
 
+import functools
 import itertools
 
 import numpy as np
@@ -171,3 +172,25 @@ def test_a_missing_compiler_is_told(tiny, engine, samples, pack, adapter, monkey
     assert not trainer.by_hand
     assert any("g++ is not installed" in notice for notice in trainer.notices)
     assert trainer.step([pack([samples])], 1e-3).loss_sum > 0
+
+
+@needs_compiler
+def test_a_library_is_kept_where_that_can_be_written(tmp_path, monkeypatch):
+    source = tmp_path / "one.cpp"
+    source.write_text('extern "C" int one() { return 1; }')
+    monkeypatch.setattr(kernels, "SOURCE", source)
+    kept = tmp_path / "cache" / "kernels.so"
+    for place in (kept, source / "kernels.so"):
+        assert kernels._compiled(place).one() == 1
+    assert list(kept.parent.iterdir()) == [kept]
+
+
+@needs_compiler
+def test_a_failed_compilation_is_told_and_leaves_nothing(tmp_path, monkeypatch):
+    source = tmp_path / "none.cpp"
+    source.write_text("no program")
+    monkeypatch.setattr(kernels, "SOURCE", source)
+    monkeypatch.setattr(kernels, "_library", functools.cache(kernels._library.__wrapped__))
+    monkeypatch.setenv("PIPPIN_CACHE", str(tmp_path / "cache"))
+    assert "g++ does not compile them" in kernels.missing.__wrapped__()
+    assert list((tmp_path / "cache").iterdir()) == []

@@ -4,16 +4,15 @@ Shape letters: T tokens, D hidden, F feed-forward, H heads, K kv heads, C head c
 channels, S scored positions, V vocabulary.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
-import os
 import platform
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -157,11 +156,8 @@ def _run(name: str, *arguments: Any) -> None:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    name = f"cpu-kernels-{_digest()}.so"
-    place = cache_folder() / name
-    if not place.exists():
-        place = _compiled(place)
-    library = ctypes.CDLL(str(place))
+    place = cache_folder() / f"cpu-kernels-{_digest()}.so"
+    library = ctypes.CDLL(str(place)) if place.exists() else _compiled(place)
     for function, letters in SIGNATURES.items():
         for tail in TAILS.values():
             found = getattr(library, function + tail)
@@ -173,23 +169,29 @@ def _digest() -> str:
     """Of all that decides about the code: a home folder may be shared by machines that differ."""
     cpu = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
     lines = [line for line in cpu.splitlines() if line.startswith(("model name", "flags", "Feat"))]
-    parts = [SOURCE.read_text(), FLAGS, platform.machine(), *lines]
+    parts = [SOURCE.read_text(), FLAGS, _run_compiler("--version"), platform.machine(), *lines]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-def _compiled(place: Path) -> Path:
-    """The library at `place`, or in a folder of its own where that cannot be written."""
+def _compiled(place: Path) -> ctypes.CDLL:
+    """The library, kept at `place` where that can be written.
+
+    It is made in a folder of its own: another process may be making it as well.
+    """
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        partial = place.with_name(f"{place.name}.{os.getpid()}")
-        partial.touch()
+        scratch = tempfile.TemporaryDirectory(prefix="pippin-", dir=place.parent)
     except OSError:
-        place = Path(tempfile.mkdtemp(prefix="pippin-")) / place.name
-        partial = place.with_name(f"{place.name}.{os.getpid()}")
-    command: Sequence[str] = ("g++", *FLAGS.split(), "-o", str(partial), str(SOURCE))
-    try:
-        subprocess.run(command, check=True, capture_output=True, text=True)
-        partial.replace(place)
-    finally:
-        partial.unlink(missing_ok=True)
-    return place
+        scratch = tempfile.TemporaryDirectory(prefix="pippin-")
+    with scratch as folder:
+        made = Path(folder) / place.name
+        _run_compiler(*FLAGS.split(), "-o", str(made), str(SOURCE))
+        library = ctypes.CDLL(str(made))  # it stays when its file is gone
+        with contextlib.suppress(OSError):
+            made.replace(place)
+    return library
+
+
+def _run_compiler(*arguments: str) -> str:
+    done = subprocess.run(("g++", *arguments), check=True, capture_output=True, text=True)
+    return done.stdout
