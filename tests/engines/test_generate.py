@@ -90,6 +90,15 @@ def test_steps_over_fixed_buffers_give_the_caches_logits(kind, tiny, engine, pro
         torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("asked", [{"sliding_window": 4}, {"softcap": 30.0}])
+def test_attention_of_another_kind_is_not_recorded(asked):
+    from pippin.engines.torch.replay import _attention
+
+    query = torch.zeros(1, 2, 1, 8)
+    with pytest.raises(NotImplementedError, match="Module cannot be recorded"):
+        _attention(torch.nn.Module(), query, query, query, None, replay=object(), **asked)
+
+
 def test_rows_end_at_stop_tokens_and_the_rest_goes_on(tiny, engine, prompts):
     model = engine.load(tiny("llama"), "float32")
     free = columns(list(model.generate(prompts, Sampling(max_tokens=10))), 4)
