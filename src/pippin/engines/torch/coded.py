@@ -64,8 +64,8 @@ class CodedLinear(nn.Module):
     def tuned(self) -> tuple[Tensor, Tensor]:
         """Scales, which stay positive, and biases (O, G) float32, as they would be stored."""
         scale_OG, bias_OG = self.first
-        tuned_OG = (scale_OG + scale_OG * self.moves[0]).clamp(min=MIN_SCALE)
-        tuned_OG = _Rounded.apply(tuned_OG + self.dither[0], self.rounded_to)
+        tuned_OG = scale_OG + scale_OG * self.moves[0] + self.dither[0]
+        tuned_OG = _Rounded.apply(tuned_OG.clamp(min=MIN_SCALE), self.rounded_to)
         if self.grid.symmetric:
             return tuned_OG, -self.zero * tuned_OG
         bias_OG = bias_OG + scale_OG * (self.moves[1] - self.zero * self.moves[0])
