@@ -14,6 +14,7 @@ from pippin.engines.torch.attention import prepare
 
 CHUNK_BYTES = 1 << 26
 KERNEL_BYTES = 96 << 20  # of products, where a kernel turns them into gradients in place
+MOST_ROWS = 65535  # of a grid's second dimension on CUDA
 BLOCK_BYTES = 1 << 20
 MPS_INNER = 32768  # the longest inner length that every chip multiplies right (pytorch#177116)
 
@@ -122,7 +123,7 @@ def _chunk_rows(hidden_SD: Tensor, head: Head) -> int:
     if not _in_place(hidden_SD):
         return head.chunk
     row = hidden_SD.element_size() * head.weight_VD.shape[0]
-    return max(128, KERNEL_BYTES // row // 64 * 64)
+    return min(max(128, KERNEL_BYTES // row // 64 * 64), MOST_ROWS)
 
 
 def _in_place(hidden_SD: Tensor) -> bool:
