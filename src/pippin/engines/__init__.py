@@ -154,8 +154,8 @@ class LossWeigher(Protocol):
 
         w is a token's mean squared gradient over the linear's outputs, of a prediction that `seed`
         draws from the model, brought halfway to the batch's mean. So 1/2 E M E^T of an error E of
-        the weights is the divergence it costs, in nats over all tokens, to second order. How the
-        cost is spread over the outputs is said under `in_turn.outputs_of` the linear, head apart.
+        the weights is the divergence it costs, in nats over all tokens, to second order. What a
+        linear's outputs weigh together stands under `in_turn.outputs_of` its name; the head's not.
         """
         ...
 

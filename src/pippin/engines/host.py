@@ -31,8 +31,10 @@ def steady_heap() -> None:
     asked for anew in every step. oneDNN keeps code for every length it has met, 20 MB each for
     a model of 30 layers: here for the last ones. Elsewhere nothing is changed.
     """
+    if sys.platform != "linux":
+        return
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(PRODUCTS))
-    if sys.platform == "linux" and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
+    if "MALLOC_MMAP_THRESHOLD_" not in os.environ:
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
         if mallopt is not None:
             mallopt(M_MMAP_THRESHOLD, LARGE)
