@@ -14,10 +14,10 @@ from pippin.model.config import read_config
 from pippin.model.names import module
 from pippin.model.quantized import dequantize, layout
 from pippin.model.weights import Spec
-from pippin.quantizers import QUANTIZERS, Grid, load_quantizer
+from pippin.quantizers import QUANTIZERS, Grid, load_quantizer, search
 from pippin.quantizers.choices import Choice, choose_all, quantized_config
 from pippin.quantizers.hessian import Hessian
-from pippin.quantizers.nested import MOST, nest, nested_grid
+from pippin.quantizers.nested import MOST, neighbours, nest, nested_grid
 from pippin.recipe import Data, Model, Quantize, Recipe
 from pippin.recipe_limits import contradictions
 
@@ -121,3 +121,18 @@ def test_searched_ones_lose_little_to_plain_groups(bits: int) -> None:
         dense = dequantize(codes.codes_OI, codes.scales_OG, codes.biases_OG)
         errors.append(np.linalg.norm(dense - weight_OI))
     assert errors[0] < 1.03 * errors[1]
+
+
+def test_neighbours_are_those_of_the_nearest_not_of_the_best_so_far(monkeypatch) -> None:
+    starts, tried = [], []
+
+    def noted(grids, grid):
+        starts.append((tuple(part.copy() for part in grids), grid))
+        for one in neighbours(grids, grid):
+            tried.append(tuple(part.copy() for part in one))
+            yield one
+
+    monkeypatch.setattr(search, "neighbours", noted)
+    load_quantizer("mse").quantize(weight(), nested_grid(5), BF16)
+    wanted = [grids for start in starts for grids in neighbours(*start)]
+    np.testing.assert_array_equal(tried, wanted)

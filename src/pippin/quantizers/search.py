@@ -70,7 +70,7 @@ class _Search:
         if self.grid.nested:
             self.best = nest(self.best, self.grid)
             self.errors_OG[:] = np.inf
-            for grids in neighbours(self.best, self.grid):
+            for grids in list(neighbours(self.best, self.grid)):  # `offer` writes into the best
                 self.offer(grids)
         return self.best
 
