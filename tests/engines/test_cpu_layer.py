@@ -140,14 +140,16 @@ def test_layers_give_the_plain_layers_gradients(
 
 
 @needs_compiler
-def test_a_second_forward_before_the_backward_spoils_nothing(tiny, engine, samples, pack, adapter):
-    def gradients(twice):
+def test_other_forwards_before_the_backward_spoil_nothing(tiny, engine, samples, pack, adapter):
+    def gradients(others):
         model = engine.load(tiny("llama"), "float32")
         trainer = model.trainer(Train(), Lora(rank=4), adapter(model, live=True), 0)
         rows = [trainer.ability.layout(pack([s]), torch.device("cpu")) for s in (samples, [other])]
         loss = trainer._loss(rows[0])
-        if twice:
+        if others:
+            trainer._loss(rows[1]).backward()
             trainer._loss(rows[1])
+            trainer.optimizer.drop_gradients()
         loss.backward()
         return [p.grad for p in trainer.trainable.values()]
 

@@ -104,14 +104,15 @@ class Room:
             flat = like_TD.new_empty(size)
         else:
             if self._whole.numel() < self.layers * size or self._whole.dtype != like_TD.dtype:
-                self._whole = like_TD.new_empty(self.layers * size)
+                self._whole, self._taken = like_TD.new_empty(self.layers * size), set()
             self._taken.add(number)
             flat = self._whole.data[number * size : (number + 1) * size]
         return [x.view(tokens, -1) for x in flat.split([tokens * width for width in widths])]
 
-    def leave(self, number: int) -> None:
-        """Nobody reads that layer's any more."""
-        self._taken.discard(number)
+    def leave(self, number: int, taken: Tensor) -> None:
+        """Nobody reads what that layer took any more; memory of its own frees no place."""
+        if taken.untyped_storage().data_ptr() == self._whole.untyped_storage().data_ptr():
+            self._taken.discard(number)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,10 +140,10 @@ class Llama:
             return self.room.take(self.number, widths, x_TD)
         return [x_TD.new_empty(len(x_TD), width) for width in widths]
 
-    def leave(self) -> None:
-        """What was taken is not read any more."""
+    def leave(self, taken: Tensor) -> None:
+        """What was taken, this among it, is not read any more."""
         if self.room is not None:
-            self.room.leave(self.number)
+            self.room.leave(self.number, taken)
 
 
 class Call(NamedTuple):
@@ -247,5 +248,5 @@ class _Layer(torch.autograd.Function):
         else:
             d_read, kqv_grads = kqv.backward(d_kqv, read_TD, z_kqv)
             dx_TD = kernels.norm_grad(d_read, x_TD, d_middle, *first)
-        layer.leave()
+        layer.leave(q)
         return dx_TD, None, None, *kqv_grads, *o_grads, *both_grads, *down_grads
