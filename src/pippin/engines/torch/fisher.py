@@ -84,7 +84,7 @@ class Weigher:
                 mirror(total_OS[span, : span.stop - span.start])
             self.sums[outputs_of(name)] = total_OS
         found = {name: total.cpu().numpy() for name, total in self.sums.items()}
-        self.sums, self.outputs = {}, {}  # who waits for the next layer would hold them
+        self.sums, self.outputs = {}, {}  # or the caller holds them while the next layer is read
         return found
 
 
