@@ -95,7 +95,7 @@ def test_attention_of_another_kind_is_not_recorded(asked):
     from pippin.engines.torch.replay import _attention
 
     query = torch.zeros(1, 2, 1, 8)
-    with pytest.raises(NotImplementedError, match="Module cannot be recorded"):
+    with pytest.raises(RuntimeError, match="Module cannot be recorded"):
         _attention(torch.nn.Module(), query, query, query, None, replay=object(), **asked)
 
 

@@ -124,5 +124,5 @@ def _attention(
     """transformers' attention signature."""
     rule = rule_of(query, kwargs)
     if replay is None or not rule.plain or rule.window is not None:
-        raise NotImplementedError(f"attention of {type(module).__name__} cannot be recorded")
+        raise RuntimeError(f"attention of {type(module).__name__} cannot be recorded")
     return replay.attend(module.layer_idx, (query, key, value), rule.scale), None
