@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from pippin import memory
 from pippin.data.batches import Sample, lay_out
+from pippin.engines.torch import cpu_kernels
 from pippin.engines.torch.engine import TorchEngine
 from pippin.layer_memory import TrainShape, _norm_kept, by_hand
 from pippin.model.adapter import adapted_linears, new_adapter
@@ -120,6 +121,7 @@ def asked(folder, method, dtype, lora, **more):
         checkpointing=0.0,
         adapted=frozenset(n.rpartition(".")[2] for n in linears),
         rank=lora.rank,
+        kernels=cpu_kernels.missing() is None,
     )
     return replace(shape, **more)
 
