@@ -103,7 +103,7 @@ class Lora:
         ("all-linear",), "linears by last name, by `*` pattern over the full name, or all-linear"
     )
     rslora: bool = key(False, "scale by alpha / sqrt(rank) instead")
-    dora: bool = key(False, "DoRA: train the norm of every output's weights apart from the rest")
+    dora: bool = key(False, "DoRA: train the norm of an output's weights apart from direction")
     mlx_lm: bool = key(False, "write it in mlx-lm's layout too, in the adapter's folder `mlx-lm`")
 
     @property
@@ -198,10 +198,10 @@ class Quantize:
         "each tensor 2 to 8, or leaves it, by what it costs in divergence; `bits` no longer counts",
     )
     max_size: str | None = key(
-        None, 'shared out likewise, head and tied embedding too, under a size stored, e.g. "1.9GB"'
+        None, 'bits shared out so that all weights, embedding too, take this much, e.g. "1.9GB"'
     )
     max_kl: float | None = key(
-        None, "likewise the fewest that are expected to leave this divergence, in nats a token"
+        None, "the fewest bits expected to leave this divergence from the model before, in nats"
     )
     one_pass: bool = key(
         False,
