@@ -120,6 +120,12 @@ FAULTS = [
     ),
     (
         "[data]",
+        '[quantize]\nmethod = "hqq"\nscheme = "k"\nbits = 3\ngroup_size = 32\n[data]',
+        "7: quantize.method: hqq moves zero points",
+        "affine",
+    ),
+    (
+        "[data]",
         '[quantize]\nscheme = "k"\ngroup_size = 32\n[qat]\nsteps = 9\n[data]',
         "10: qat.steps: scales of scales",
         "affine",

@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 from pippin.figures import bytes_of
 from pippin.quantizers import CALIBRATED
-from pippin.quantizers.nested import GROUP, MOST
+from pippin.quantizers.nested import GROUP, MOST, SYMMETRIC
 from pippin.recipe import BUDGETS, Gates, Quantize, Recipe
 
 
@@ -204,12 +204,13 @@ def _quantizing(asked: Quantize) -> Iterator[Contradiction]:
             "gptq alone goes on layer by layer, without recovery",
             'set quantize.method = "gptq" and recover_tokens = 0, or sequential = false',
         )
-    schemes = {"scheme": asked.scheme, "embed_scheme": asked.embed_scheme}
     yield from _nesting(asked)
-    if asked.method == "hqq" and "symmetric" in schemes.values():
+    grids = ((asked.scheme, asked.bits), (asked.embed_scheme, asked.embed_bits))
+    fixed = any(s == "symmetric" or (s == "k" and bits in SYMMETRIC) for s, bits in grids)
+    if asked.method == "hqq" and fixed:
         yield (
             ("quantize", "method"),
-            "hqq moves zero points, which symmetric codes have none of",
+            "hqq moves zero points; symmetric codes and K types of 3 and 6 bits have none",
             'set quantize.scheme and quantize.embed_scheme = "affine", or use mse',
         )
 
@@ -226,7 +227,7 @@ def _nesting(asked: Quantize) -> Iterator[Contradiction]:
             yield (
                 ("quantize", f"{prefix}bits"),
                 f"no K type has {bits} bits",
-                f"set it to one of {', '.join(map(str, MOST))}, or scheme to symmetric",
+                f"set it to one of {', '.join(map(str, MOST))}, or {prefix}scheme to symmetric",
             )
         if group_size != GROUP:
             yield (
