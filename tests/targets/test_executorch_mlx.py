@@ -107,6 +107,7 @@ def test_a_generator_that_fails_leaves_nothing(tmp_path):
     source = tmp_path / "executorch" / "backends" / "mlx" / "serialization"
     source.mkdir(parents=True)
     (source / "generate.py").write_text("raise SystemExit('no flatc here')")
+    (tmp_path / "cache").mkdir()
     with pytest.raises(PippinError, match="no flatc here"):
         _generate(source, tmp_path / "cache" / "made")
     assert not list((tmp_path / "cache").iterdir())
