@@ -114,7 +114,8 @@ def test_a_template_of_more_than_turns_is_beyond_it(tokenizer, name):
 
 def test_the_file_says_template_stops_and_parameters(tokenizer):
     model = tokenizer(DEFAULT_SYSTEM)
-    text = modelfile("model.gguf", model, 64, {"temperature": 0.2, "top_p": 0.9, "do_sample": True})
+    asked = {"temperature": 0.2, "top_p": 0.9, "top_k": None, "do_sample": True}
+    text = modelfile("model.gguf", model, 64, asked)
     # The grammar: a command, then a word, a quoted text or one between three quotes.
     value = r'"""(?:.|\n)*?"""|"[^"\n]*"|[^"\s]+'
     lines = re.findall(rf"(FROM|TEMPLATE|PARAMETER \w+) ({value})\n", text)

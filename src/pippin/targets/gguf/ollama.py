@@ -88,7 +88,7 @@ def modelfile(
     if tokenizer.has_template and turns is None:
         return None
     template = turns.go() if turns else "{{ .Prompt }}"
-    asked = {"temperature": 0, **generation}
+    asked = {"temperature": 0} | {k: v for k, v in generation.items() if v is not None}
     stops = [tokenizer.decode([token]) for token in sorted(tokenizer.stop_ids)]
     parameters = [
         ("num_ctx", context),
