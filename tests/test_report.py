@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from pippin import artifact
 from pippin.artifact import Origin
-from pippin.recipe import Data, Gate, Gates, Model, Recipe
+from pippin.recipe import Data, Gate, Gates, Model, Qat, Recipe
 from pippin.report import COLUMNS, answers_table, summary_table, write_report
 from pippin.report.charts import line_chart
 
@@ -266,6 +267,23 @@ def test_curves_are_drawn_and_a_cut_off_line_is_none(tmp_path):
     assert html.count("<figure>") == 4
     assert html.count('class="dot k2"') == 4
     assert "Loss, nats a token" in "".join(page.text)
+
+
+def test_scales_that_another_recipe_trained_are_left_out(tmp_path):
+    run = make_run(tmp_path)
+    _stage(run / "qat", {}, {"metrics.jsonl": '{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}'})
+    html, _ = read_page(run)
+    assert "qat" not in _made(html)
+    assert "Training of the scales" not in html
+    on = replace(RECIPE, qat=Qat(steps=2))
+    html, _ = read_page(run, on)
+    assert "qat" in _made(html)
+    assert "Training of the scales" in html
+
+
+def _made(html: str) -> str:
+    """The page's chain of stages."""
+    return html.partition("How it was made")[2].partition("Settings")[0]
 
 
 def test_the_place_on_a_budget_s_curve_is_drawn(tmp_path):

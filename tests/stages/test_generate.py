@@ -193,6 +193,10 @@ def test_the_furthest_stage_of_a_run_speaks(run, tmp_path):
     assert find(run, base).inputs == {"model": merged}
     quantized = stage(run / "quantize", {"config.json": "{}"})
     assert find(run, base).title == f"quantized model {quantized}"
+    trained = stage(run / "qat", {"config.json": "{}"})
+    assert find(run, base).inputs == {"model": trained}
+    assert find(run, base, qat=False).inputs == {"model": quantized}
+    (run / "qat").rename(tmp_path / "qat")
     (run / "deploy-executorch").mkdir()
     assert find(run, base).inputs == {"model": quantized}
     (run / "deploy-executorch").rmdir()

@@ -53,11 +53,11 @@ def write_report(run_folder: Path, title: str, recipe: Recipe) -> Path:
         topk=next((s["topk"] for s in scores.values() if "topk" in s), None),
         prompts=answers_table(run_folder),
         samples=list(_samples(scores)),
-        charted=_charted(run_folder),
+        charted=_charted(run_folder, recipe),
         bundles=[_bundle(path) for path in sorted(run_folder.glob("deploy-*/deploy.json"))],
         settings=_settings(recipe),
         versions=_versions(run_folder),
-        chain=list(_chain(run_folder)),
+        chain=[s for s in _chain(run_folder) if recipe.qat.steps or s["name"] != "qat"],
     )
     path = run_folder / REPORT
     with disk_errors(path):
@@ -89,12 +89,14 @@ def _samples(scores: dict[str, dict[str, Any]]) -> Iterator[dict[str, Any]]:
     yield from questions.values()
 
 
-def _charted(run_folder: Path) -> dict[str, list[Chart]]:
+def _charted(run_folder: Path, recipe: Recipe) -> dict[str, list[Chart]]:
     """Charts under their headings."""
+    scales = run_folder / "qat" / "metrics.jsonl"
     found = {
         "Training": list(_charts(run_folder / "train" / "metrics.jsonl")),
         "Bits shared out": list(_budget(run_folder)),
-        "Training of the scales": list(_charts(run_folder / "qat" / "metrics.jsonl")),
+        # Those of an earlier recipe may still lie there.
+        "Training of the scales": list(_charts(scales)) if recipe.qat.steps else [],
     }
     return {heading: charts for heading, charts in found.items() if charts}
 

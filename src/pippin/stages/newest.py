@@ -27,10 +27,13 @@ class Found:
         return self.inputs["bundle"] if "bundle" in self.inputs else self.inputs["model"]
 
 
-def find(folder: Path, base: Path | None = None, adapter: Path | None = None) -> Found:
+def find(
+    folder: Path, base: Path | None = None, adapter: Path | None = None, *, qat: bool = True
+) -> Found:
     """What speaks from `folder`; `base` is the model under an adapter, or of a run just begun.
 
-    `adapter` is one that the run did not train itself. Raises ModelError where nothing does, or an
+    `adapter` is one that the run did not train itself; scales that it trained count where `qat`.
+    Raises ModelError where nothing does, or an
     adapter's base is not on disk.
     """
     if (folder / DEPLOY_FILE).is_file():
@@ -40,11 +43,13 @@ def find(folder: Path, base: Path | None = None, adapter: Path | None = None) ->
         return Found(inputs={"model": model, "adapter": folder}, title=f"adapter {folder}")
     if (folder / MODEL_FILE).is_file():
         return Found(inputs={"model": folder}, title=f"model {folder}")
-    return _newest(folder, base, adapter)
+    return _newest(folder, base, adapter, qat=qat)
 
 
-def _newest(run: Path, base: Path | None, adapter: Path | None) -> Found:
+def _newest(run: Path, base: Path | None, adapter: Path | None, *, qat: bool) -> Found:
     for title, folder in _furthest_first(run, adapter):
+        if folder.name == "qat" and not qat:
+            continue  # of another recipe, left from before
         if folder == adapter or artifact.read_manifest(folder) is not None:
             return Found(inputs=find(folder, base).inputs, title=f"{title} {folder}")
     if base is not None and (base / MODEL_FILE).is_file():
