@@ -329,6 +329,16 @@ def test_a_tokenizer_llama_cpp_has_no_name_for_is_an_error(quantized):
         deploy(folder)
 
 
+def test_bytes_that_merge_into_nothing_are_an_error(quantized):
+    folder = quantized()
+    path = folder / "tokenizer.json"
+    found = json.loads(path.read_text())
+    found["model"]["merges"] = []
+    path.write_text(json.dumps(found))
+    with pytest.raises(ModelError, match="merges no pairs"):
+        deploy(folder)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_scales_that_float16_would_round_are_told_before_any_work(tmp_path, dtype):
     from safetensors.torch import load_file, save_file

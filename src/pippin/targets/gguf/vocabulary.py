@@ -55,6 +55,8 @@ def _add_pairs(writer: gguf.GGUFWriter, folder: Path, found: dict[str, Any]) -> 
     steps = tuple(_cut(step) for step in _steps(found["pre_tokenizer"], "pretokenizers"))
     if steps not in _CUTS:
         raise _strange(folder, f"cuts text by {' and '.join(steps) or 'nothing'}")
+    if not found["model"]["merges"]:
+        raise _strange(folder, "merges no pairs")
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(_CUTS[steps])
     writer.add_token_merges([" ".join(_pair(merge)) for merge in found["model"]["merges"]])
