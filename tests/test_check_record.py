@@ -4,8 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from pippin.caching import cache_folder
 from pippin.check import Finding
 from pippin.check.record import heed, recall, record
+from pippin.errors import UsageError
 from pippin.machine import Accelerator, find_machine
 from pippin.plan import make_plan
 from pippin.recipe_file import load_recipe
@@ -45,6 +47,14 @@ COMPILED = found("compile.parity.float32", "compile")
 
 def with_model(recipe, **keys):
     return replace(recipe, model=replace(recipe.model, **keys))
+
+
+def test_without_a_home_the_way_out_is_told(monkeypatch):
+    for name in ("PIPPIN_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # no such user
+    with pytest.raises(UsageError, match="no home folder"):
+        cache_folder()
 
 
 def test_without_a_check_nothing_changes(recipe):
