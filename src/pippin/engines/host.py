@@ -46,10 +46,10 @@ def refuse_several(name: str) -> None:
 
     Each would do all the work, and write into the others' run.
     """
-    mlx, other = "MLX_RANK" in os.environ, os.environ.get("RANK", "")
+    mlx, other = os.environ.get("MLX_RANK"), os.environ.get("RANK", "")
     if mlx or (other.isdecimal() and os.environ.get("WORLD_SIZE", "1") not in ("", "1")):
         raise UsageError(
             f"engine {name} works in one process; this one is number "
-            f"{os.environ['MLX_RANK'] if mlx else other} of several that were launched together",
+            f"{mlx or other} of several that were launched together",
             'start pippin without a launcher, or set model.engine = "mlx" and use mlx.launch',
         )
