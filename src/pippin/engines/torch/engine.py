@@ -173,7 +173,7 @@ class TorchModel:
         if not coded:
             raise ModelError(
                 f"{self.checkpoint} has no quantized linear in its layers",
-                "set qat.steps = 0, or leave fewer tensors out by quantize.keep",
+                "set qat.steps = 0, keep fewer tensors by quantize.keep, or ask for less size",
             )
         return CodesTrainer(self.network, coded, train, seed)
 
