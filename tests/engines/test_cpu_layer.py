@@ -188,6 +188,23 @@ def test_a_library_is_kept_where_that_can_be_written(tmp_path, monkeypatch):
 
 
 @needs_compiler
+def test_a_library_has_its_name_only_when_it_is_on_the_disk(tmp_path, monkeypatch):
+    source = tmp_path / "one.cpp"
+    source.write_text('extern "C" int one() { return 1; }')
+    monkeypatch.setattr(kernels, "SOURCE", source)
+    place = tmp_path / "cache" / "kernels.so"
+
+    def refused(path):
+        assert path.read_bytes()
+        assert not place.exists()
+        raise OSError("the disk has gone")
+
+    monkeypatch.setattr(kernels.disk, "sync_path", refused)
+    assert kernels._compiled(place).one() == 1
+    assert list(place.parent.iterdir()) == []
+
+
+@needs_compiler
 def test_a_failed_compilation_is_told_and_leaves_nothing(tmp_path, monkeypatch):
     source = tmp_path / "none.cpp"
     source.write_text("no program")

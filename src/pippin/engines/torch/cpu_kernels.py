@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pippin import disk
 from pippin.caching import cache_folder
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -188,6 +189,7 @@ def _compiled(place: Path) -> ctypes.CDLL:
         _run_compiler(*FLAGS.split(), "-o", str(made), str(SOURCE))
         library = ctypes.CDLL(str(made))  # it stays when its file is gone
         with contextlib.suppress(OSError):
+            disk.sync_path(made)  # a machine that dies now must not leave half of it for later
             made.replace(place)
     return library
 
