@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from pippin import memory
-from pippin.layer_memory import TrainShape
+from pippin.memory.layers import TrainShape
+from pippin.memory.training import train_bytes
 from pippin.model.config import parse_config
-from pippin.train_memory import train_bytes
 
 SMOL = {
     "architectures": ["LlamaForCausalLM"],

@@ -1,6 +1,6 @@
 """The `pippin` command's entry: help without imports, then click; errors become two lines.
 
-Commands are in commands.py; this file turns their errors into exit codes. Nothing heavy is
+Commands are in commands/; this file turns their errors into exit codes. Nothing heavy is
 imported here, so that `pippin --help` answers at once.
 """
 

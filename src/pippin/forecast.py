@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pippin import memory
-from pippin.jax_memory import jax_bytes
-from pippin.layer_memory import TrainShape
 from pippin.machine import Machine
 from pippin.memory import DTYPE_BYTES
-from pippin.mlx_memory import mlx_bytes
+from pippin.memory.jax import jax_bytes
+from pippin.memory.layers import TrainShape
+from pippin.memory.mlx import mlx_bytes
+from pippin.memory.training import PACKED_GROUPS, TrainBytes, train_bytes
 from pippin.model.adapter import adapted_linears
 from pippin.model.config import ModelConfig, parse_config, read_config
 from pippin.model.gguf_file import make_config, open_gguf
@@ -18,7 +19,6 @@ from pippin.model.weights import Checkpoint
 from pippin.quantizers import CALIBRATED
 from pippin.recipe import Recipe
 from pippin.steps import Step
-from pippin.train_memory import PACKED_GROUPS, TrainBytes, train_bytes
 
 BYTES = {"torch": train_bytes, "mlx": mlx_bytes, "jax": jax_bytes}  # of training, by engine
 # Resident after the framework and transformers are imported, before any tensor.
@@ -88,7 +88,7 @@ def _guess_adapted(config: ModelConfig, targets: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forecast:
-    """Asks memory.py about the stages of one recipe; `updates` of training where they are known.
+    """Asks `memory` about the stages of one recipe; `updates` of training where they are known.
 
     `evaluates` tells that the base is evaluated in the same process before training.
     """

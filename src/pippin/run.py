@@ -15,6 +15,7 @@ from pippin.errors import GateError, PippinError, Refusal, UsageError
 from pippin.events import Event, Finished, Notice
 from pippin.job import Job
 from pippin.lock import locked
+from pippin.machine.watermarks import set_watermarks
 from pippin.model.names import CONFIG
 from pippin.plan import Plan, make_plan
 from pippin.stages import checkpoints
@@ -23,7 +24,6 @@ from pippin.stages.gates import check_gates
 from pippin.steps import Step, defaults
 from pippin.targets import check_recipe, missing_packages
 from pippin.versions import versions
-from pippin.watermarks import set_watermarks
 
 
 def run(plan: Plan, only: str | None = None, redo: Collection[str] = ()) -> Iterator[Event]:

@@ -17,14 +17,14 @@ from pippin import memory
 from pippin.data.batches import Sample, lay_out
 from pippin.engines.torch import cpu_kernels
 from pippin.engines.torch.engine import TorchEngine
-from pippin.layer_memory import TrainShape, _norm_kept, by_hand
+from pippin.memory.layers import TrainShape, _norm_kept, by_hand
+from pippin.memory.training import train_bytes
 from pippin.model.adapter import adapted_linears, new_adapter
 from pippin.model.config import read_config
 from pippin.model.quantized import dense_tensors
 from pippin.model.weights import Checkpoint
 from pippin.quantizers import Grid
 from pippin.recipe import Lora, Train
-from pippin.train_memory import train_bytes
 
 TOKENS, SPLIT, LAYERS = 512, 4, 3
 SIZES = {

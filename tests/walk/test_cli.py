@@ -256,7 +256,8 @@ def test_no_permission(place, fails, small_disk):
 
 INTERRUPTED = """
 import os, signal, sys, threading
-from pippin import cli, printers
+from pippin import cli
+from pippin.console import printers
 from pippin.events import Progress
 
 show = printers.LinePrinter.show

@@ -8,7 +8,7 @@ import pytest
 from tests.engines.test_train_memory import TOKENS, asked, full_row, write_model
 
 from pippin.engines.jax.trainer import train_step
-from pippin.jax_memory import jax_bytes
+from pippin.memory.jax import jax_bytes
 from pippin.model.adapter import adapted_linears, new_adapter
 from pippin.model.config import read_config
 from pippin.model.weights import Checkpoint

@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 from tests.engines.test_train_memory import asked, full_row, write_model
 
-from pippin.mlx_memory import mlx_bytes
+from pippin.memory.mlx import mlx_bytes
 from pippin.model.adapter import adapted_linears, new_adapter
 from pippin.model.config import read_config
 from pippin.model.weights import Checkpoint

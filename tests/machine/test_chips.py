@@ -2,9 +2,9 @@
 
 import pytest
 
-from pippin.chips import Elsewhere, load_chips, parse_memory
 from pippin.errors import UsageError
 from pippin.machine import GIB, find_machine, working_set
+from pippin.machine.chips import Elsewhere, load_chips, parse_memory
 
 
 # As llama.cpp prints Metal's recommendation, in MiB: llama-cpp-python#687, llama.cpp#2011, #3213.

@@ -4,14 +4,14 @@ import os
 from dataclasses import replace
 
 import pytest
+from tests.tiny_runs import RECIPE, write_speaking_model
 
 from pippin.errors import UsageError
 from pippin.machine import find_machine
+from pippin.machine.watermarks import FALLBACK, HIGH, LOW, set_watermarks
 from pippin.plan import make_plan
 from pippin.recipe_file import load_recipe
 from pippin.run import run, with_refusals
-from pippin.watermarks import FALLBACK, HIGH, LOW, set_watermarks
-from tests.tiny_runs import RECIPE, write_speaking_model
 
 
 def test_other_devices_are_left_alone():

@@ -6,8 +6,8 @@ parameters (benchmarks/results, mlx-w1-bf16).
 Letters: n tokens at once, D hidden, F feed-forward, H heads, V vocabulary, b bytes of an element.
 """
 
-from pippin.layer_memory import Shape, TrainShape, family_of, narrow, widths
-from pippin.train_memory import TrainBytes, weight_bytes
+from pippin.memory.layers import Shape, TrainShape, family_of, narrow, widths
+from pippin.memory.training import TrainBytes, weight_bytes
 
 CHUNK = 64 << 20  # logits in float32 that exist at once (engines/mlx/body.py)
 BUSY = 256  # tokens that a CPU computes at once, in whole samples

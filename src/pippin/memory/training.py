@@ -1,7 +1,7 @@
 """What training holds at its high points: arithmetic over a model's shape, no framework.
 
 An update is high four times: at the loss, where a chunk of logits stands beside all that layers
-keep (layer_memory.py); in the last layer's backward; at its end, where every gradient is there; and
+keep (layers.py); in the last layer's backward; at its end, where every gradient is there; and
 in the step of the optimizer. On a CPU a checkpoint copies masters and moments besides; on CUDA
 layers are compared with plain ones before the first update.
 
@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass, replace
 
 from pippin import memory
-from pippin.layer_memory import (
+from pippin.memory.layers import (
     Shape,
     TrainShape,
     by_hand,

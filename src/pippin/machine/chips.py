@@ -26,7 +26,7 @@ class Chip:
 @functools.cache
 def load_chips() -> dict[str, Chip]:
     """Every chip of chips.toml by its name, e.g. `m2-pro`."""
-    tables = tomllib.loads(resources.files("pippin").joinpath("chips.toml").read_text())
+    tables = tomllib.loads(resources.files("pippin.machine").joinpath("chips.toml").read_text())
     return {
         name: Chip(
             name=name,

@@ -9,15 +9,15 @@ from typing import Any, TextIO
 
 from rich.console import Console as Rich
 
-from pippin import tables, tables_check
 from pippin.check import Finding
 from pippin.check.audits import Audited
 from pippin.check.runner import Begun
+from pippin.console import check_tables, tables
+from pippin.console.printers import JsonPrinter, LinePrinter, Printer, QuietPrinter, TerminalPrinter
 from pippin.data import show
 from pippin.data.show import Look
 from pippin.events import Event, Notice, Progress, Started
 from pippin.plan import Plan
-from pippin.printers import JsonPrinter, LinePrinter, Printer, QuietPrinter, TerminalPrinter
 
 
 def make_rich(file: TextIO) -> Rich:
@@ -186,8 +186,8 @@ class Console:
         finally:
             printer.close()
         if self.mode != "json":
-            self.out.print(tables_check.audits_table(done))
-            for text in tables_check.troubles(done):
+            self.out.print(check_tables.audits_table(done))
+            for text in check_tables.troubles(done):
                 self.out.print(text, soft_wrap=True)
         return done
 
@@ -196,15 +196,15 @@ class Console:
         if self.mode == "json":
             self.json({"event": "fuji", **run})
             return
-        self.out.print(tables_check.fuji_table(run))
+        self.out.print(check_tables.fuji_table(run))
 
     def _findings(self, findings: list[Finding], where: str) -> None:
-        line = tables_check.count_line(findings, where)
+        line = check_tables.count_line(findings, where)
         if self.mode == "json":
             self.json({"event": "results", "where": where, "text": line})
             return
-        self.out.print(tables_check.findings_table(findings))
-        for text in tables_check.failures(findings):
+        self.out.print(check_tables.findings_table(findings))
+        for text in check_tables.failures(findings):
             self.out.print(text, soft_wrap=True)
         self.text(line)
 

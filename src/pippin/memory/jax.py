@@ -6,8 +6,8 @@ the constants here were read off and a test compares with.
 Letters: n tokens at once, D hidden, F feed-forward, H heads, V vocabulary, b bytes of an element.
 """
 
-from pippin.layer_memory import Shape, TrainShape, family_of, narrow, widths
-from pippin.train_memory import TrainBytes, weight_bytes
+from pippin.memory.layers import Shape, TrainShape, family_of, narrow, widths
+from pippin.memory.training import TrainBytes, weight_bytes
 
 CHUNK = 32 << 20  # logits in float32 that exist at once (engines/jax/loss.py)
 BLOCK, BLOCKS = 128, 8  # fewest queries whose scores exist at once, most blocks of a row

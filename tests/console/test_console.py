@@ -6,14 +6,14 @@ import time
 
 import pytest
 from rich.console import Console as Rich
+from tests.tiny_runs import MACHINE, make_recipe
 
-from pippin import figures, printers, tables
-from pippin.console import Console, make_rich
+from pippin import figures
+from pippin.console import Console, make_rich, printers, tables
+from pippin.console.printers import LinePrinter, TerminalPrinter
 from pippin.events import Finished, Metric, Notice, Progress, Started
 from pippin.plan import make_plan
-from pippin.printers import LinePrinter, TerminalPrinter
 from pippin.report.table import NONE
-from tests.tiny_runs import MACHINE, make_recipe
 
 EVENTS = [
     Started(stage="train", title="train a rank 16 adapter", total=100, unit="updates"),

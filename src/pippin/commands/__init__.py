@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pippin.command_group import CommandGroup
-from pippin.commands_check import ELSEWHERE, check
-from pippin.commands_speak import chat, figure, generate, serve
+from pippin.commands.check import ELSEWHERE, check
+from pippin.commands.group import CommandGroup
+from pippin.commands.speak import chat, figure, generate, serve
 from pippin.verbs import sentence
 
 if TYPE_CHECKING:
@@ -113,9 +113,9 @@ def run(asked: Asked, redo: tuple[str, ...]) -> None:
 @_recipe_command("plan", *ELSEWHERE)
 def plan(asked: Asked, **elsewhere: Any) -> None:
     """Print the plan; an error where it refuses."""
-    from pippin.chips import Elsewhere
     from pippin.counting import count_updates
     from pippin.machine import find_machine
+    from pippin.machine.chips import Elsewhere
     from pippin.plan import make_plan
     from pippin.run import done_steps, with_refusals
 
