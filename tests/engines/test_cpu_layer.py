@@ -1,6 +1,5 @@
 """Decoder layers by hand on a CPU, and the kernels between their products."""
 
-import functools
 import itertools
 
 import numpy as np
@@ -174,43 +173,3 @@ def test_a_missing_compiler_is_told(tiny, engine, samples, pack, adapter, monkey
     assert not trainer.by_hand
     assert any("g++ is not installed" in notice for notice in trainer.notices)
     assert trainer.step([pack([samples])], 1e-3).loss_sum > 0
-
-
-@pytest.fixture
-def source(tmp_path, monkeypatch):
-    """A program in the place of the kernels."""
-    path = tmp_path / "one.cpp"
-    path.write_text('extern "C" int one() { return 1; }')
-    monkeypatch.setattr(kernels, "SOURCE", path)
-    return path
-
-
-@needs_compiler
-def test_a_library_is_kept_where_that_can_be_written(tmp_path, source):
-    kept = tmp_path / "cache" / "kernels.so"
-    for place in (kept, source / "kernels.so"):
-        assert kernels._compiled(place).one() == 1
-    assert list(kept.parent.iterdir()) == [kept]
-
-
-@needs_compiler
-def test_a_library_has_its_name_only_when_it_is_on_the_disk(tmp_path, source, monkeypatch):
-    place = tmp_path / "cache" / "kernels.so"
-
-    def refused(path):
-        assert path.read_bytes()
-        assert not place.exists()
-        raise OSError("the disk has gone")
-
-    monkeypatch.setattr(kernels.disk, "sync_path", refused)
-    assert kernels._compiled(place).one() == 1
-    assert list(place.parent.iterdir()) == []
-
-
-@needs_compiler
-def test_a_failed_compilation_is_told_and_leaves_nothing(tmp_path, source, monkeypatch):
-    source.write_text("no program")
-    monkeypatch.setattr(kernels, "_library", functools.cache(kernels._library.__wrapped__))
-    monkeypatch.setenv("PIPPIN_CACHE", str(tmp_path / "cache"))
-    assert "g++ does not compile them" in kernels.missing.__wrapped__()
-    assert list((tmp_path / "cache").iterdir()) == []

@@ -4,15 +4,7 @@ Shape letters: T tokens, D hidden, F feed-forward, H heads, K kv heads, C head c
 channels, S scored positions, V vocabulary.
 """
 
-import contextlib
 import ctypes
-import functools
-import hashlib
-import platform
-import shutil
-import subprocess
-import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,13 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pippin import disk
-from pippin.caching import cache_folder
+from pippin.compiled import Compiled
 
-SOURCE = Path(__file__).with_suffix(".cpp")
-FLAGS = "-std=c++20 -O3 -march=native -fopenmp -fno-math-errno -fno-trapping-math -fPIC -shared"
 TAILS = {torch.float32: "_f", torch.bfloat16: "_h"}
-SIGNATURES = {  # p an address, i an int, l an int64, f a float, b a bool
+SIGNATURES = {
     "norm": "pppiif",
     "norm_grad": "pppppiif",
     "gate": "pppl",
@@ -36,29 +25,16 @@ SIGNATURES = {  # p an address, i an int, l an int64, f a float, b a bool
     "attend_grad": "pppppppp",
     "loss": "pppiifb",
 }
-TYPES: dict[str, Any] = {
-    "p": ctypes.c_void_p,
-    "i": ctypes.c_int,
-    "l": ctypes.c_int64,
-    "f": ctypes.c_float,
-    "b": ctypes.c_bool,
-}
+COMPILED = Compiled(
+    source=Path(__file__).with_suffix(".cpp"),
+    flags="-fopenmp",
+    signatures={name + tail: SIGNATURES[name] for name in SIGNATURES for tail in TAILS.values()},
+)
 
 
-@functools.cache
 def missing() -> str | None:
     """Why there are no kernels here, in words; None where there are. Compiles them if need be."""
-    if sys.platform != "linux":
-        return "they are compiled on Linux alone"
-    if shutil.which("g++") is None:
-        return "g++ is not installed"
-    try:
-        _library()
-    except subprocess.CalledProcessError as error:
-        return f"g++ does not compile them: {error.stderr.strip().partition(chr(10))[0][:200]}"
-    except OSError as error:
-        return f"they do not load: {error}"
-    return None
+    return COMPILED.missing
 
 
 def known(dtype: torch.dtype) -> bool:
@@ -151,49 +127,5 @@ def row_losses(products_SV: Tensor, targets_S: Tensor, scale: float, *, wanted: 
 def _run(name: str, *arguments: Any) -> None:
     tensors = [x for x in arguments if isinstance(x, Tensor)]
     assert all(x.is_contiguous() for x in tensors), name
-    function = getattr(_library(), name + TAILS[tensors[0].dtype])
+    function = getattr(COMPILED.library, name + TAILS[tensors[0].dtype])
     function(*(x.data_ptr() if isinstance(x, Tensor) else x for x in arguments))
-
-
-@functools.cache
-def _library() -> ctypes.CDLL:
-    place = cache_folder() / f"cpu-kernels-{_digest()}.so"
-    library = ctypes.CDLL(str(place)) if place.exists() else _compiled(place)
-    for function, letters in SIGNATURES.items():
-        for tail in TAILS.values():
-            found = getattr(library, function + tail)
-            found.argtypes, found.restype = [TYPES[letter] for letter in letters], None
-    return library
-
-
-def _digest() -> str:
-    """Of all that decides about the code: a home folder may be shared by machines that differ."""
-    cpu = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
-    lines = [line for line in cpu.splitlines() if line.startswith(("model name", "flags", "Feat"))]
-    parts = [SOURCE.read_text(), FLAGS, _run_compiler("--version"), platform.machine(), *lines]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
-
-
-def _compiled(place: Path) -> ctypes.CDLL:
-    """The library, kept at `place` where that can be written.
-
-    It is made in a folder of its own: another process may be making it as well.
-    """
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        scratch = tempfile.TemporaryDirectory(prefix="pippin-", dir=place.parent)
-    except OSError:
-        scratch = tempfile.TemporaryDirectory(prefix="pippin-")
-    with scratch as folder:
-        made = Path(folder) / place.name
-        _run_compiler(*FLAGS.split(), "-o", str(made), str(SOURCE))
-        library = ctypes.CDLL(str(made))  # it stays when its file is gone
-        with contextlib.suppress(OSError):
-            disk.sync_path(made)  # a machine that dies now must not leave half of it for later
-            made.replace(place)
-    return library
-
-
-def _run_compiler(*arguments: str) -> str:
-    done = subprocess.run(("g++", *arguments), check=True, capture_output=True, text=True)
-    return done.stdout
