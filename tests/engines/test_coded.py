@@ -10,6 +10,7 @@ from tests.tiny_runs import quantize_folder, write_speaking_model
 
 from pippin.data.batches import Batch, Sample, single_batches
 from pippin.engines import CodesTrainable
+from pippin.engines.coded import dither
 from pippin.errors import ModelError
 from pippin.model.quantized import DenseView, dense_tensors, dequantize
 from pippin.model.weights import Checkpoint
@@ -94,7 +95,7 @@ class Reference:
         kind, moves = stored.scales_OG.dtype, [move.numpy() for move in self.moves[name]]
         groups = moves[0].shape[1]
         scale, bias = (part[:, :groups].astype(np.float64) for part in _grids(stored))
-        added = [part.numpy().astype(np.float64) for part in linear.dither]
+        added = [part.numpy().astype(np.float64) for part in linear.added]
         scales = (scale * (1 + moves[0]) + added[0]).astype(np.float32).astype(kind)
         if len(moves) == 1:
             biases = (-4 * scales.astype(np.float32)).astype(kind)
@@ -147,8 +148,6 @@ def test_updates_equal_those_of_float64_and_what_runs_is_stored(
 
 @pytest.mark.parametrize("kind", [ml_dtypes.bfloat16, np.float16, np.float32])
 def test_a_tenth_of_a_step_moves_a_tenth_of_the_values(kind: Any) -> None:
-    from pippin.engines.torch.coded import dither
-
     rng = np.random.default_rng(0)
     stored = (rng.choice([-1, 1], 20_000) * rng.uniform(1.01, 1.99, 20_000)).astype(kind)
     added, exact = dither(stored, rng), stored.astype(np.float32)

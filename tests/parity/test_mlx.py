@@ -8,6 +8,9 @@ import pytest
 pytest.importorskip("mlx.core")
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+
+from tests.tiny_runs import quantize_folder  # noqa: E402
 
 from pippin.data.batches import Batch  # noqa: E402
 from pippin.engines import Sampling, load_engine  # noqa: E402
@@ -22,6 +25,7 @@ from pippin.model.adapter import (  # noqa: E402
 )
 from pippin.model.weights import Checkpoint  # noqa: E402
 from pippin.recipe import Lora, Train  # noqa: E402
+from pippin.stages.outcome import write_model  # noqa: E402
 
 pytestmark = [pytest.mark.mlx, pytest.mark.torch]
 
@@ -29,6 +33,8 @@ KINDS = ("llama", "llama_tied", "llama_bias", "llama_head100", "qwen2", "qwen3",
 SCALED = ("cohere", "granite")
 LORA = Lora(rank=4, alpha=8)
 DORA = Lora(rank=4, alpha=8, dora=True)
+AFFINE = {"bits": 3, "group_size": 32, "embed_group_size": 32}
+A_ROW = {**AFFINE, "scheme": "symmetric", "group_size": 0}
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +58,13 @@ def packed(seed):
         segments_BT=np.repeat([1, 2, 3], lengths)[None].astype(np.int32),
         scored_BT=positions > 0,
     )
+
+
+def single(rows):
+    """Each row a sample, scored from its second token on."""
+    positions = np.broadcast_to(np.arange(rows.shape[1], dtype=np.int32), rows.shape)
+    ones = np.ones_like(rows)
+    return Batch(tokens_BT=rows, positions_BT=positions, segments_BT=ones, scored_BT=positions > 0)
 
 
 def first(folder, lora=LORA):
@@ -256,3 +269,42 @@ def test_mlx_lm_loads_the_layout_it_knows(engines, tiny, tmp_path):
     assert again.scale_of(again.linears[0]) == pytest.approx(lora.scale)
     with pytest.raises(ModelError, match="no place for an adapter of lm_head"):
         mlx_adapter.refuse_unwritable(["model.layers.0.mlp.up_proj", "lm_head"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "grid", "close"),
+    [
+        ("llama", "float32", AFFINE, 1e-4),
+        ("gemma3", "float32", A_ROW, 1e-4),
+        # A value on the edge between two stored ones falls to either side: a row moves by 0.4 %.
+        ("qwen3", "bfloat16", AFFINE, 2e-3),
+    ],
+)
+def test_scales_train_as_in_pytorch(engines, tiny, tmp_path, kind, dtype, grid, close):
+    """Losses and what is stored, which computes the last loss; going on has the same bits."""
+    dense = transformers.AutoModelForCausalLM.from_pretrained(tiny(kind), dtype=dtype)
+    dense.save_pretrained(tmp_path / "dense")
+    folder = quantize_folder(tmp_path / "dense", tmp_path / "small", **grid)
+    starts = [engines[0], *engines]
+    resumed, *trainers = [e.load(folder, "float32").codes_trainer(Train(), 3) for e in starts]
+    losses = []
+    for number in range(12):
+        if number == 6:
+            resumed.restore(trainers[0].state())
+        batches = [packed(2 * number), packed(2 * number + 1)]
+        results = [trainer.step(batches, 5e-3) for trainer in trainers]
+        losses.append([result.loss_sum / result.tokens for result in results])
+        assert number < 6 or resumed.step(batches, 5e-3) == results[0]
+    np.testing.assert_allclose(*np.array(losses).T, atol=close)
+    ours, wanted, again = (trainer.weights() for trainer in (*trainers, resumed))
+    before = Checkpoint(folder)
+    assert ours.keys() == wanted.keys()
+    for name, array in ours.items():
+        assert not np.array_equal(array, before.read(name)), name
+        np.testing.assert_array_equal(array, again[name])
+        np.testing.assert_allclose(array, wanted[name], rtol=2**-7, atol=1e-4)
+    (tmp_path / "made").mkdir()
+    write_model(tmp_path / "made", folder, ours)
+    logprobs = engines[0].load(tmp_path / "made", "float32").logprobs(tokens())
+    loss, _ = trainers[0].loss(single(tokens()))
+    assert loss == pytest.approx(-logprobs.sum(), rel=1e-6)

@@ -13,10 +13,12 @@ from numpy.typing import NDArray
 
 from pippin.data.batches import Batch
 from pippin.engines import Sampling, Tokens, TopK, Weights
+from pippin.engines.coded import refuse_dense
 from pippin.engines.mlx import device as devices
 from pippin.engines.mlx import parity
 from pippin.engines.mlx.blas import notice
 from pippin.engines.mlx.body import Loaded, find_head
+from pippin.engines.mlx.coded import CodesTrainer, take_codes
 from pippin.engines.mlx.fisher import loss_moments
 from pippin.engines.mlx.generate import (
     Decoding,
@@ -33,6 +35,7 @@ from pippin.engines.mlx.score import logprobs, topk
 from pippin.engines.mlx.trainer import MlxTrainer
 from pippin.errors import ModelError
 from pippin.model.config import read_raw
+from pippin.model.quantized import DenseView
 from pippin.recipe import Lora, Train
 
 
@@ -143,6 +146,15 @@ class MlxModel:
         else:
             places = lora_places(self.network, lora, weights)
         return MlxTrainer(self.loaded, places, train, seed)
+
+    def codes_trainer(self, train: Train, seed: int) -> CodesTrainer:
+        """A trainer of the scales and zero points in this model's own folder; takes it over.
+
+        Raises ModelError where the folder holds no codes in a decoder layer.
+        """
+        coded = take_codes(self.network, DenseView(self.checkpoint), seed)
+        refuse_dense(coded, self.checkpoint)
+        return CodesTrainer(self.loaded, coded, train, seed)
 
     @functools.cached_property
     def _decoding(self) -> Decoding:

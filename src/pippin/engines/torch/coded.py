@@ -1,8 +1,5 @@
 """Linears of codes whose scales and zero points are trained: every forward is what is stored.
 
-A scale or bias is trained in float32 and rounded to the stored dtype before it is used; gradients
-pass the rounding as if it were not there. The codes stay as the quantizer chose them.
-
 Shape letters: O outputs, I inputs, G groups, S weights that share a scale, N tokens.
 """
 
@@ -17,42 +14,24 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from pippin.engines import Weights
+from pippin.engines.coded import Scales, by_tensor, read_coded
 from pippin.engines.torch.trainer import TorchTrainer
-from pippin.errors import ModelError
-from pippin.model import names
 from pippin.model.quantized import DenseView
-from pippin.quantizers import Codes, Grid
-from pippin.quantizers.groups import MIN_SCALE, finish
 from pippin.recipe import Train
 
 
 class CodedLinear(nn.Module):
-    """y = x W^T + bias, W = code * scale + zero point. `moves` are what both have moved by.
+    """y = x W^T + bias, W = code * scale + zero point. `moves` are what both have moved by."""
 
-    They count in scales, from 0; a move shifts the middle of a grid, not its lower end. Where a
-    value rounds over to the next is fixed by `rng`, elsewhere for each: a move smaller than the
-    step between two stored values takes its share of all values one step on.
-    """
-
-    def __init__(
-        self,
-        bias: Tensor | None,
-        codes: Codes,
-        grid: Grid,
-        like: PreTrainedModel,
-        rng: np.random.Generator,
-    ) -> None:
+    def __init__(self, bias: Tensor | None, codes_OI: Tensor, scales: Scales) -> None:
         super().__init__()
-        self.bias, self.grid, self.zero = bias, grid, 2 ** (grid.bits - 1)
-        self.stored = codes.scales_OG.dtype
-        step = codes.scales_OG.shape[1] if grid.per_channel else 1
-        first = [part[:, ::step] for part in (codes.scales_OG, codes.biases_OG)]
-        self.rounded_to = getattr(torch, self.stored.name)
-        self.codes_OI = torch.from_numpy(codes.codes_OI).to(like.device)
-        self.first = [_on(like, part.astype(np.float32)) for part in first]
-        self.dither = [_on(like, dither(part, rng)) for part in first]
-        moved = 1 if grid.symmetric else 2
-        self.moves = nn.ParameterList([torch.zeros_like(self.first[0]) for _ in range(moved)])
+        self.bias, self.codes_OI, self.scales = bias, codes_OI, scales
+        self.rounded_to = getattr(torch, scales.dtype.name)
+        self.first, self.added = (
+            [torch.from_numpy(part).to(codes_OI.device) for part in parts]
+            for parts in (scales.first, scales.added)
+        )
+        self.moves = nn.ParameterList([torch.zeros_like(self.first[0]) for _ in scales.parts])
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., I) -> (..., O)."""
@@ -62,21 +41,16 @@ class CodedLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
     def tuned(self) -> tuple[Tensor, Tensor]:
-        """Scales, which stay positive, and biases (O, G) float32, as they would be stored."""
-        scale_OG, bias_OG = self.first
-        tuned_OG = scale_OG + scale_OG * self.moves[0] + self.dither[0]
-        tuned_OG = _Rounded.apply(tuned_OG.clamp(min=MIN_SCALE), self.rounded_to)
-        if self.grid.symmetric:
-            return tuned_OG, -self.zero * tuned_OG
-        bias_OG = bias_OG + scale_OG * (self.moves[1] - self.zero * self.moves[0])
-        return tuned_OG, _Rounded.apply(bias_OG + self.dither[1], self.rounded_to)
+        """Scales and biases (O, G) float32, as they would be stored."""
+        return self.scales.tuned(self.first, self.added, list(self.moves), self._rounded)
 
     @torch.no_grad()
-    def codes(self) -> Codes:
-        """What the forward computes with, as it is stored."""
-        grids = [part.cpu().numpy() for part in self.tuned()]
-        codes_OGS = self.codes_OI.cpu().numpy().reshape(*grids[0].shape, -1)
-        return finish(codes_OGS, (grids[0], grids[1]), self.grid, self.stored)
+    def stored(self) -> list[NDArray[Any]]:
+        """Scales and biases that the forward computes with, as the layout has them."""
+        return self.scales.stored([part.cpu().numpy() for part in self.tuned()])
+
+    def _rounded(self, values: Tensor, least: float | None) -> Tensor:
+        return _Rounded.apply(values.clamp(min=least) if least else values, self.rounded_to)
 
 
 class _Rounded(torch.autograd.Function):
@@ -116,44 +90,22 @@ def _dense(codes_OI: Tensor, scale_OG: Tensor, bias_OG: Tensor) -> Tensor:
     return weight_OGS.mul_(scale_OG[..., None]).add_(bias_OG[..., None]).view_as(codes_OI)
 
 
-def dither(stored: NDArray[Any], rng: np.random.Generator) -> NDArray[np.float32]:
-    """What is added to values before they are rounded: less than takes a stored one to another."""
-    toward_zero = np.nextafter(stored, np.zeros_like(stored)).astype(np.float32)
-    step = np.abs(stored.astype(np.float32) - toward_zero)
-    return step * rng.uniform(-0.49, 0.49, step.shape).astype(np.float32)
-
-
-def _on(network: PreTrainedModel, array: NDArray[np.float32]) -> Tensor:
-    return torch.from_numpy(array).to(network.device)
-
-
 def take_codes(network: PreTrainedModel, view: DenseView, seed: int) -> dict[str, CodedLinear]:
     """Put a CodedLinear in the place of every quantized linear of the layers; them by name.
 
     Raises ModelError where the network has no such linear.
     """
-    modules, rng = dict(network.named_modules()), np.random.default_rng(seed)
-    coded: dict[str, CodedLinear] = {}
-    for name in (name for name in view.grids if names.layer(name) is not None):
-        module = names.module(name)
-        if module not in modules:
-            raise ModelError(
-                f"transformers loads {name} under another name than the checkpoint",
-                "set quantize.recover_tokens = 0 and qat.steps = 0",
-            )
-        linear = CodedLinear(
-            modules[module].bias, view.read_codes(name), view.grids[name], network, rng
-        )
-        network.set_submodule(module, linear)
-        coded[module] = linear
+    modules, coded = dict(network.named_modules()), {}
+    for name, codes_OI, scales in read_coded(view, modules, seed, "transformers"):
+        codes = torch.from_numpy(codes_OI).to(network.device)
+        coded[name] = CodedLinear(modules[name].bias, codes, scales)
+        network.set_submodule(name, coded[name])
     return coded
 
 
 def stored(coded: Mapping[str, CodedLinear]) -> Weights:
     """Scales and biases by tensor name, as the layout stores them."""
-    codes = {name: linear.codes() for name, linear in coded.items()}
-    scales = {f"{name}.scales": made.scales_OG for name, made in codes.items()}
-    return scales | {f"{name}.biases": made.biases_OG for name, made in codes.items()}
+    return by_tensor({name: linear.stored() for name, linear in coded.items()})
 
 
 class CodesTrainer(TorchTrainer):

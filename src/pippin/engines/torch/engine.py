@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from pippin.data.batches import Batch
 from pippin.engines import Recovered, Sampling, Tokens, TopK, Weights
 from pippin.engines.arrays import adapted
+from pippin.engines.coded import refuse_dense
 from pippin.engines.host import steady_heap
 from pippin.engines.torch import device as devices
 from pippin.engines.torch.adapting import add_adapter, add_to_embedding
@@ -170,11 +171,7 @@ class TorchModel:
         Raises ModelError where the folder holds no codes in a decoder layer.
         """
         coded = take_codes(self.network, DenseView(self.checkpoint), seed)
-        if not coded:
-            raise ModelError(
-                f"{self.checkpoint} has no quantized linear in its layers",
-                "set qat.steps = 0, keep fewer tensors by quantize.keep, or ask for less size",
-            )
+        refuse_dense(coded, self.checkpoint)
         return CodesTrainer(self.network, coded, train, seed)
 
 
