@@ -120,13 +120,15 @@ def _engine(recipe: Recipe) -> Iterator[Contradiction]:
     hint = 'leave it out, or set model.engine = "torch"'
     if engine == "jax" and budget:
         yield ("quantize", budget), "the engine jax has no gradients of inputs", hint
+    if engine == "jax" and recipe.qat.steps:
+        way_out = 'leave it out, or set model.engine = "torch" or "mlx"'
+        yield ("qat", "steps"), "the engine jax trains no scales of codes", way_out
     asked = {
         ("model", "attention"): (recipe.model.attention == "math", "has one way to compute it"),
         ("train", "recomputed_layers"): (
             recipe.train.recomputed_layers < 1,
             "recomputes all layers or none",
         ),
-        ("qat", "steps"): (recipe.qat.steps > 0, "trains no scales of codes"),
         ("quantize", "recover_tokens"): (recipe.quantize.recover_tokens > 0, "tunes no scales"),
         ("quantize", "sequential"): (recipe.quantize.sequential, "takes no model apart by layers"),
     }

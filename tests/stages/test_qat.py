@@ -52,6 +52,11 @@ def _job(place: Path, stage: str, model: str, out: Path, **asked: Any) -> Job:
     return Job(stage=stage, recipe=recipe, inputs=inputs, folder=folder, origin=origin)
 
 
+def _with(engine: str, job: Job) -> Job:
+    model = replace(job.recipe.model, engine=engine)
+    return replace(job, recipe=replace(job.recipe, model=model))
+
+
 def _tensors(folder: Path) -> dict[str, Any]:
     checkpoint = Checkpoint(folder)
     return {name: checkpoint.read(name) for name in checkpoint.tensors}
@@ -68,10 +73,15 @@ def _press_at(events: Iterator[Event], step: int) -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_it_goes_on_bit_for_bit_and_ends_better(place: Path, tmp_path: Path) -> None:
-    whole = _job(place, "qat", "quantize", tmp_path / "whole")
+@pytest.mark.parametrize("engine", ["torch", pytest.param("mlx", marks=pytest.mark.mlx)])
+def test_it_goes_on_bit_for_bit_and_ends_better(place: Path, tmp_path: Path, engine: str) -> None:
+    if engine == "mlx":
+        pytest.importorskip("mlx.core")
+    whole, parts = (
+        _with(engine, _job(place, "qat", "quantize", tmp_path / name))
+        for name in ("whole", "parts")
+    )
     list(qat(whole))
-    parts = _job(place, "qat", "quantize", tmp_path / "parts")
     with pytest.raises(Interrupted, match="after update 3 of 6"):
         _press_at(qat(parts), 3)
     list(qat(parts))
@@ -124,6 +134,5 @@ def test_an_engine_without_it_is_named(place: Path, tmp_path: Path, monkeypatch:
     engine = SimpleNamespace(load=lambda *_: SimpleNamespace(), peak_memory=lambda: 0)
     monkeypatch.setattr(loop, "open_engine", lambda model: engine)
     job = _job(place, "qat", "quantize", tmp_path)
-    job = replace(job, recipe=replace(job.recipe, model=Model(source="x", engine="mlx")))
-    with pytest.raises(ModelError, match="engine mlx trains no scales"):
-        list(qat(job))
+    with pytest.raises(ModelError, match="engine jax trains no scales"):
+        list(qat(_with("jax", job)))

@@ -45,20 +45,6 @@ class Scales:
         """Numbers of the arrays of moves: of scales, and of biases that do not follow from them."""
         return range(1 if self.grid.symmetric else 2)
 
-    def tuned(
-        self, first: Sequence[Any], added: Sequence[Any], moves: Sequence[Any], rounded: Rounded
-    ) -> tuple[Any, Any]:
-        """Scales, which stay positive, and biases as they would be stored, in an engine's arrays.
-
-        `first` and `added` are these here, there.
-        """
-        (scale, bias), zero = first, 2 ** (self.grid.bits - 1)
-        tuned = rounded(scale + scale * moves[0] + added[0], MIN_SCALE)
-        if self.grid.symmetric:
-            return tuned, -zero * tuned
-        bias = bias + scale * (moves[1] - zero * moves[0])
-        return tuned, rounded(bias + added[1], None)
-
     def stored(self, tuned: Sequence[NDArray[np.float32]]) -> list[NDArray[Any]]:
         """Scales and biases as the layout has them: a row's own stand in every group."""
         return [np.repeat(part.astype(self.dtype), self.repeats, axis=1) for part in tuned]
@@ -81,6 +67,21 @@ def read_coded(
             )
         codes = view.read_codes(name)
         yield module, codes.codes_OI, _scales(codes, view.grids[name], rng)
+
+
+def tuned(
+    bits: int, first: Sequence[Any], added: Sequence[Any], moves: Sequence[Any], rounded: Rounded
+) -> tuple[Any, Any]:
+    """Scales, which stay positive, and biases as they would be stored, in an engine's arrays.
+
+    Without moves of their own biases follow from the scales: the grid is symmetric.
+    """
+    (scale, bias), zero = first, 2 ** (bits - 1)
+    moved = rounded(scale + scale * moves[0] + added[0], MIN_SCALE)
+    if len(moves) == 1:
+        return moved, -zero * moved
+    bias = bias + scale * (moves[1] - zero * moves[0])
+    return moved, rounded(bias + added[1], None)
 
 
 def by_tensor(stored: Mapping[str, Sequence[NDArray[Any]]]) -> Weights:

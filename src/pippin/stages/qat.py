@@ -54,6 +54,6 @@ def _begin(job: Job, engine: Engine) -> Trainer:
     if not isinstance(model, CodesTrainable):
         raise ModelError(
             f"engine {recipe.model.engine} trains no scales of codes",
-            'set model.engine = "torch", or qat.steps = 0',
+            'set model.engine = "torch" or "mlx", or qat.steps = 0',
         )
     return model.codes_trainer(recipe.train, recipe.seed)

@@ -12,7 +12,7 @@ from mlx import nn
 from numpy.typing import NDArray
 
 from pippin.engines import Weights
-from pippin.engines.coded import Scales, by_tensor, read_coded
+from pippin.engines.coded import Scales, by_tensor, read_coded, tuned
 from pippin.engines.mlx.body import Loaded
 from pippin.engines.mlx.names import Place
 from pippin.engines.mlx.trainer import MlxTrainer
@@ -41,7 +41,8 @@ class CodedLinear(nn.Module):
     def tuned(self) -> tuple[mx.array, mx.array]:
         """Scales and biases (O, G) float32, as they would be stored."""
         moves = [self[f"moves_{part}"] for part in self._scales.parts]
-        return self._scales.tuned(self._first, self._added, moves, self._rounded)
+        bits = self._scales.grid.bits
+        return tuned(bits, self._first, self._added, moves, self._rounded)
 
     def stored(self) -> list[NDArray[Any]]:
         """Scales and biases that the forward computes with, as the layout has them."""

@@ -14,7 +14,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from pippin.engines import Weights
-from pippin.engines.coded import Scales, by_tensor, read_coded
+from pippin.engines.coded import Scales, by_tensor, read_coded, tuned
 from pippin.engines.torch.trainer import TorchTrainer
 from pippin.model.quantized import DenseView
 from pippin.recipe import Train
@@ -42,7 +42,8 @@ class CodedLinear(nn.Module):
 
     def tuned(self) -> tuple[Tensor, Tensor]:
         """Scales and biases (O, G) float32, as they would be stored."""
-        return self.scales.tuned(self.first, self.added, list(self.moves), self._rounded)
+        bits = self.scales.grid.bits
+        return tuned(bits, self.first, self.added, list(self.moves), self._rounded)
 
     @torch.no_grad()
     def stored(self) -> list[NDArray[Any]]:
