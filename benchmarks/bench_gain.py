@@ -28,8 +28,7 @@ import numpy as np
 import torch
 
 import common
-from pippin import artifact, recipe
-from pippin.artifact import Origin
+from pippin import recipe
 from pippin.job import Job
 from pippin.model.adapter import BASE
 from pippin.model.quantized import bits_per_weight
@@ -41,6 +40,7 @@ from pippin.stages.qat import qat
 from pippin.stages.quantize import quantize
 from pippin.stages.train import train
 from quant_ruler import dither
+from stage_runs import run_stage
 
 DATA = common.ROOT / "recipes" / "data" / "sql"
 NEAREST = recipe.Quantize(method="rtn", bits=4, group_size=64, scheme="affine", embed_bits=8)
@@ -178,7 +178,6 @@ class Desk:
         **inputs: str,
     ) -> None:
         """A stage of the SQL recipe into the folder `name`."""
-        shutil.rmtree(self.work / name, ignore_errors=True)
         made = recipe.Recipe(
             model=recipe.Model(source="builtin:smollm2", device="cpu", dtype="float32"),
             data=recipe.Data(source=str(DATA), chat_template=False, max_seq_len=128),
@@ -197,19 +196,7 @@ class Desk:
             deploy=recipe.Deploy(targets=()),
             seed=seed,
         )
-        folders = {role: self.work / folder for role, folder in inputs.items()}
-        digests = {role: artifact.digest(folder) for role, folder in folders.items()}
-        origin = Origin(stage=stage.__name__, inputs=digests, settings={"seed": seed}, versions={})
-        job = Job(
-            stage=stage.__name__,
-            recipe=made,
-            inputs=folders,
-            folder=self.work / name,
-            origin=origin,
-            subject="base",
-        )
-        for _ in stage(job):
-            pass
+        run_stage(self.work, stage, name, made, **inputs)
 
     def loss(self, name: str) -> float:
         """Nats a token of held-out answers."""

@@ -58,7 +58,7 @@ ROWS: dict[str, dict[str, recipe.Quantize | quant_peers.Peer]] = {
         "rtn, affine g64": replace(AFFINE, method="rtn", embed_bits=4),
         "mlx nearest, affine g64": quant_peers.whole(quant_peers.mlx_affine),
         "gguf Q4_0": quant_peers.whole(quant_peers.gguf_symmetric),
-        "llama.cpp IQ4_NL": quant_peers.whole(quant_peers.llama_iq4_nl),
+        "llama.cpp IQ4_NL": quant_peers.whole(quant_peers.llama("IQ4_NL")),
     },
     "quant-kl-4.5": {
         "best, 4.5 bits shared out, symmetric": replace(SYMMETRIC, target_bits=4.5),
@@ -71,7 +71,8 @@ ROWS: dict[str, dict[str, recipe.Quantize | quant_peers.Peer]] = {
         "rtn, affine g64": replace(AFFINE, method="rtn"),
         "mlx nearest, affine g64": quant_peers.mlx_affine,
         "gguf Q4_0": quant_peers.gguf_symmetric,
-        "llama.cpp IQ4_NL": quant_peers.llama_iq4_nl,
+        **quant_peers.llama_both("IQ4_NL"),
+        **quant_peers.llama_both("Q4_K"),
         "hqq package, affine g64": quant_peers.hqq_affine,
         "mlx-lm gptq, affine g64": quant_peers.mlx_gptq,
         "llm-compressor gptq, affine g64": quant_peers.compressor_gptq,
@@ -81,18 +82,30 @@ ROWS: dict[str, dict[str, recipe.Quantize | quant_peers.Peer]] = {
         "gptq, layer after layer, affine g64": replace(AFFINE, method="gptq", sequential=True),
         "awq, affine g64": replace(AFFINE, method="awq"),
         "best, inputs alike, affine g64": replace(AFFINE, importance="inputs"),
+        "best, K type": replace(AFFINE, scheme="k"),
     },
     "quant-kl-4.25": {
         "best, 4.25 bits shared out, symmetric": replace(SYMMETRIC, target_bits=4.25),
         "best, symmetric g64": SYMMETRIC,
         "rtn, symmetric g64": replace(SYMMETRIC, method="rtn"),
         "mlx mxfp4": quant_peers.mlx_mxfp4,
+        **quant_peers.llama_both("IQ4_XS"),
     },
     "quant-kl-3.5": {
         "best, 3.5 bits shared out, symmetric": replace(SYMMETRIC, target_bits=3.5),
         "best, affine g64": replace(AFFINE, bits=3),
         "rtn, affine g64": replace(AFFINE, method="rtn", bits=3),
         "mlx nearest, affine g64": quant_peers.linears(quant_peers.mlx_affine, 3),
+        **quant_peers.llama_both("Q3_K"),
+        **quant_peers.llama_both("IQ3_S"),
+    },
+    "quant-kl-5.5": {
+        "best, 5.5 bits shared out, symmetric": replace(SYMMETRIC, target_bits=5.5),
+        **quant_peers.llama_both("Q5_K"),
+    },
+    "quant-kl-6.5": {
+        "best, 6.5 bits shared out, symmetric": replace(SYMMETRIC, target_bits=6.5),
+        **quant_peers.llama_both("Q6_K"),
     },
 }
 

@@ -3,7 +3,7 @@
 Calibrated ones get X^T X of the inputs as well, the same that our own read, by a call.
 
 Packages that are not installed may lie in a folder on PYTHONPATH; libggml-base, which
-`llama_iq4_nl` calls, is found by the path in GGML_BASE.
+`llama` calls, is found by the path in GGML_BASE.
 """
 
 import contextlib
@@ -20,8 +20,6 @@ import numpy as np
 Moment: TypeAlias = Callable[[], np.ndarray]
 Peer: TypeAlias = Callable[[np.ndarray, int, Moment], np.ndarray]
 PACKAGES = ("mlx", "mlx-lm", "gguf", "hqq", "llmcompressor")
-# GGML's numbers of its types.
-IQ4_NL, Q8_0 = 20, 8
 
 
 def versions() -> dict[str, str]:
@@ -109,18 +107,41 @@ def gguf_symmetric(weight: np.ndarray, bits: int, moment: Moment) -> np.ndarray:
     return quants.dequantize(quants.quantize(weight, kind), kind)
 
 
-def llama_iq4_nl(weight: np.ndarray, bits: int, moment: Moment) -> np.ndarray:
-    """llama.cpp's quantizer to IQ4_NL, or Q8_0 for 8 bits: groups of 32, 4.5 bits."""
-    from gguf import GGMLQuantizationType, quants
+def llama(kind: str, *, weighed: bool = False) -> Peer:
+    """llama.cpp's quantizer to a type, or Q8_0 for 8 bits.
 
-    kind = {4: IQ4_NL, 8: Q8_0}[bits]
-    rows, columns = weight.shape
-    source = np.ascontiguousarray(weight, np.float32)
-    packed = np.empty((rows, columns // 32 * {4: 18, 8: 34}[bits]), np.uint8)
-    pointers = (source.ctypes.data, packed.ctypes.data)
-    written = _ggml().ggml_quantize_chunk(kind, *pointers, 0, rows, columns, None)
-    assert written == packed.nbytes, written
-    return quants.dequantize(packed, GGMLQuantizationType(kind))
+    `weighed`: by an importance matrix, the diagonal of X^T X, as its imatrix is. Blocks of 256 go
+    on into the next row where they do not divide one: the type's own bits, which a file of such a
+    model cannot have.
+    """
+
+    def peer(weight: np.ndarray, bits: int, moment: Moment) -> np.ndarray:
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
+
+        number = GGMLQuantizationType["Q8_0" if bits == 8 else kind]
+        block, size = GGML_QUANT_SIZES[number]
+        rows, columns = weight.shape
+        importance = np.tile(np.diag(moment()), rows) if weighed and bits != 8 else None
+        if columns % block:
+            rows, columns = 1, weight.size
+        elif importance is not None:
+            importance = importance[:columns]
+        source = np.ascontiguousarray(weight.reshape(rows, columns), np.float32)
+        packed = np.empty((rows, columns // block * size), np.uint8)
+        given = None if importance is None else np.ascontiguousarray(importance, np.float32)
+        pointers = (source.ctypes.data, packed.ctypes.data)
+        trusted = None if given is None else given.ctypes.data
+        written = _ggml().ggml_quantize_chunk(number, *pointers, 0, rows, columns, trusted)
+        assert written == packed.nbytes, written
+        return quants.dequantize(packed, number).reshape(weight.shape)
+
+    return peer
+
+
+def llama_both(kind: str) -> dict[str, Peer]:
+    """The type as it comes and by importance, with their labels."""
+    label = f"llama.cpp {kind}"
+    return {label: llama(kind), f"{label}, imatrix": llama(kind, weighed=True)}
 
 
 @cache
