@@ -35,13 +35,6 @@ TargetName: TypeAlias = Literal[
 ]
 # Those whose files nothing on a desk runs: they are checked as they are made, and not evaluated.
 DEVICE_ONLY = ("executorch-vulkan",)
-_NO_MPS = (
-    "ExecuTorch 1.5 took its MPS backend out; executorch-mlx uses the same GPUs. An app that has "
-    "MPS built in takes a file exported on a Mac with executorch==1.4.1, from the folder that "
-    "target hf writes"
-)
-# Targets that people ask for and that are gone, with the way out.
-GONE = {"executorch-mps": _NO_MPS, "mps": _NO_MPS}
 
 # What bits are shared out under: at most one of these keys of [quantize].
 BUDGETS = ("target_bits", "max_size", "max_kl")
@@ -65,6 +58,11 @@ class Model:
     revision: str | None = key(None, "branch, tag or commit of a hub id")
     adapter: str | None = key(
         None, "a PEFT folder that is there already: merged and measured, nothing is trained"
+    )
+    adapter_base: str | None = key(
+        None,
+        "the folder that `adapter` was trained on, where it is `source` in fewer bits: the adapter "
+        "then goes into the weights of `source`, which are compared with it first",
     )
     trust_remote_code: bool = key(False, "run Python code that comes with the model")
     engine: EngineName = key("torch", "framework that trains and evaluates")
@@ -165,7 +163,7 @@ class Quantize:
     """How weights become small."""
 
     method: QuantizerName = key(
-        "rtn",
+        "best",
         "how codes are chosen: nearest on a plain grid (rtn), on a searched one (mse) or with "
         "moved zero points (hqq), or so that the outputs on training rows are kept: by inputs "
         "scaled beforehand (awq), or errors made up for (gptq, best)",
@@ -177,6 +175,9 @@ class Quantize:
     embed_group_size: Literal[0, 32, 64, 128] = key(64, "group size of embedding and head")
     embed_scheme: Scheme = key("affine", "scheme of embedding and head")
     keep: tuple[str, ...] = key((), "`*` patterns of tensors left in their own dtype")
+    calibration: str | None = key(
+        None, "a file of rows or text that awq, gptq and best read in place of the training rows"
+    )
     calibration_tokens: int = key(8192, "tokens of training rows that awq, gptq and best read")
     recover_tokens: int = key(
         0,
@@ -264,7 +265,7 @@ class Gates:
 
     adapter: Gate = key(Gate(), "the tuned model")
     merged: Gate = key(Gate(max_kl=0.01, min_top1=0.97), "against the adapter")
-    quantized: Gate = key(Gate(), "against the merged model")
+    quantized: Gate = key(Gate(min_gain_kept=0.95), "against the merged model")
     deployed: Gate = key(Gate(), "against the quantized model")
 
 

@@ -10,11 +10,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pippin.errors import RecipeError, UsageError
-from pippin.recipe import GONE, TABLES, Recipe
+from pippin.recipe import TABLES, Recipe
 from pippin.recipe_limits import contradictions, limit
 from pippin.recipe_lines import Keys, key_lines, line_of
 
 NOT_KEYS = {"folder"}  # fields of Recipe that a file does not set
+_NO_MPS = (
+    "ExecuTorch 1.5 took its MPS backend out; executorch-mlx uses the same GPUs. An app that has "
+    "MPS built in takes a file exported on a Mac with executorch==1.4.1, from the folder that "
+    "target hf writes"
+)
+# Targets that people ask for and that are gone, with the way out.
+GONE = {"executorch-mps": _NO_MPS, "mps": _NO_MPS}
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:

@@ -157,6 +157,12 @@ def _training(recipe: Recipe) -> Iterator[Contradiction]:
             "full fine-tuning makes a model, not an adapter",
             "leave one of model.adapter and train.method out",
         )
+    if recipe.model.adapter_base is not None and recipe.model.adapter is None:
+        yield (
+            ("model", "adapter_base"),
+            "is the base of model.adapter, which is not given",
+            "give the adapter, or leave adapter_base out",
+        )
     if train.method == "full" and train.frozen_dtype != "auto":
         yield (
             ("train", "frozen_dtype"),
@@ -194,12 +200,13 @@ def _merging(recipe: Recipe) -> Iterator[Contradiction]:
 
 
 def _quantizing(asked: Quantize) -> Iterator[Contradiction]:
-    if asked.recover_tokens and asked.method not in CALIBRATED:
-        yield (
-            ("quantize", "recover_tokens"),
-            f"{asked.method} reads no rows",
-            f"use {', '.join(CALIBRATED)}",
-        )
+    for name in ("recover_tokens", "calibration"):
+        if getattr(asked, name) and asked.method not in CALIBRATED:
+            yield (
+                ("quantize", name),
+                f"{asked.method} reads no rows",
+                f"use {', '.join(CALIBRATED)}",
+            )
     if asked.sequential and (asked.method != "gptq" or asked.recover_tokens):
         yield (
             ("quantize", "sequential"),

@@ -5,7 +5,8 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from pippin.model.source import locate, locate_adapter
+from pippin.data.dataset import locate_file
+from pippin.model.source import locate, locate_adapter, locate_adapter_base
 from pippin.quantizers import CALIBRATED
 from pippin.recipe import BUDGETS, DEVICE_ONLY, TABLES, Recipe
 
@@ -18,10 +19,12 @@ HARMLESS = {
     "data.valid",
     "model.attention",
     "model.adapter",  # the same: the digest of its files counts
+    "model.adapter_base",
     "model.device",
     "model.revision",
     "model.source",  # the same: the digest of its files counts
     "model.trust_remote_code",
+    "quantize.calibration",  # the same
     "train.checkpoint_every",
     "train.compile",
     "train.gradient_checkpointing",
@@ -53,7 +56,7 @@ def make_steps(recipe: Recipe) -> tuple[Step, ...]:
     """Everything a run of the recipe does, in order.
 
     Raises ModelError where the model's source is nothing that could be fetched or used, or its
-    adapter is not there.
+    adapter is not there; DataError where a file for calibration is not.
     """
     run, model = run_folder(recipe), model_folder(recipe)
     fetch = () if model != run / "model" else (_fetch(recipe, model),)
@@ -116,6 +119,8 @@ def _fetch(recipe: Recipe, model: Path) -> Step:
 def _steps(recipe: Recipe, run: Path, model: Path) -> Iterator[Step]:
     """Every step after the model is there; each evaluation stands right after what it measures."""
     tuned = {"model": model, "adapter": adapter_folder(recipe)}
+    if trained_on := locate_adapter_base(recipe.model, recipe.folder):
+        tuned["trained_on"] = trained_on
     merged = run / "merge"
     yield _evaluate(recipe, run, "base", {"model": model})
     if recipe.model.adapter is None:
@@ -179,6 +184,7 @@ def _quantize(recipe: Recipe, run: Path, inputs: dict[str, Path]) -> Step:
     calibrated = recipe.quantize.method in CALIBRATED
     if calibrated:
         slice_ = {"seed": recipe.seed, **settings(recipe, "model", "data", "quantize")}
+        inputs = {**inputs, **_calibration(recipe)}
     else:
         slice_ = settings(recipe, "quantize")
         for key in ("calibration_tokens", "recover_tokens", "sequential", "importance", *BUDGETS):
@@ -192,6 +198,12 @@ def _quantize(recipe: Recipe, run: Path, inputs: dict[str, Path]) -> Step:
         settings=slice_,
         reads_data=calibrated,
     )
+
+
+def _calibration(recipe: Recipe) -> dict[str, Path]:
+    """The file that is read in place of the training rows, where the recipe names one."""
+    name = recipe.quantize.calibration
+    return {} if name is None else {"calibration": locate_file(name, recipe.folder)}
 
 
 def _quantize_title(recipe: Recipe) -> str:

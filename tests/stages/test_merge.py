@@ -14,6 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from tests.tiny_runs import write_rows, write_speaking_model
 
+from pippin import artifact
 from pippin.artifact import Origin
 from pippin.engines import load_engine
 from pippin.errors import ModelError
@@ -33,13 +34,13 @@ Tiny = Callable[[str], Path]
 TOKENS = torch.tensor([[5, 17, 3, 80, 41, 9, 60, 2]])
 
 
-def _merge(base: Path, adapter: Path, folder: Path, digest: str = "") -> list[Event]:
+def _merge(base: Path, adapter: Path, folder: Path, digest: str = "", **more: Path) -> list[Event]:
     recipe = Recipe(model=Model(source=str(base)), data=Data(source="rows.jsonl"))
     origin = Origin(stage="merge", inputs={"model": digest}, settings={}, versions={})
     job = Job(
         stage="merge",
         recipe=recipe,
-        inputs={"model": base, "adapter": adapter},
+        inputs={"model": base, "adapter": adapter, **more},
         folder=folder,
         origin=origin,
     )
@@ -349,16 +350,71 @@ def test_memory_is_one_tensor_not_one_model(large: Path, tmp_path: Path, stage: 
     shutil.rmtree(tmp_path / "out")
 
 
+def _quantized(model: Path, folder: Path) -> Path:
+    recipe = Recipe(
+        model=Model(source="x"),
+        data=Data(source="x"),
+        quantize=Quantize(method="rtn", group_size=32),
+    )
+    origin = Origin(stage="quantize", inputs={}, settings={}, versions={})
+    inputs = {"model": model}
+    list(quantize(Job(stage="q", recipe=recipe, inputs=inputs, folder=folder, origin=origin)))
+    return folder
+
+
+@pytest.mark.torch
+def test_an_adapter_of_a_rounded_base_goes_into_the_whole_weights(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    """Trained on four bits, merged into the weights before: peft's own merge into those."""
+    whole = tiny("llama")
+    small = _quantized(whole, tmp_path / "small")
+    adapter = _random_adapter(small, tmp_path / "adapter", Lora(rank=2), artifact.digest(small))
+    with pytest.raises(ModelError, match="was trained on") as refused:
+        _merge(whole, adapter, tmp_path / "merge", artifact.digest(whole))
+    assert "model.adapter_base" in refused.value.hint
+    events = _merge(whole, adapter, tmp_path / "merge", trained_on=small)
+    (said,) = [event.text for event in events if isinstance(event, Notice)]
+    assert "its weights are this model's, at most 0.0" in said
+    wanted = peft.PeftModel.from_pretrained(_network(whole), adapter).merge_and_unload()
+    torch.testing.assert_close(_logits(_network(tmp_path / "merge")), _logits(wanted))
+    with pytest.raises(ModelError, match="was trained on"):
+        _merge(whole, adapter, tmp_path / "other", trained_on=whole)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("a nudged norm", "norm.weight .* as it is stored there, that can be 0 at most"),
+        ("another linear", "up_proj.* 1.4 of its size away .* can be 0.53 at most"),
+        ("a shorter norm", r"norm.weight .* has shape \(32,\); .* has \(31,\)"),
+    ],
+)
+def test_a_rounded_base_of_another_model_is_refused(
+    tiny: Tiny, tmp_path: Path, change: str, said: str
+) -> None:
+    whole = tiny("llama")
+    small = _quantized(whole, tmp_path / "small")
+    adapter = _random_adapter(small, tmp_path / "adapter", Lora(rank=2), artifact.digest(small))
+    other = shutil.copytree(whole, tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    name = next(n for n in weights if ("norm" if "norm" in change else "up_proj") in n)
+    if change == "a nudged norm":
+        weights[name] = weights[name] * np.float32(1.001)
+    elif change == "another linear":
+        weights[name] = np.random.default_rng(0).permuted(weights[name])
+    else:
+        weights[name] = weights[name][:-1]
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=said):
+        _merge(other, adapter, tmp_path / "merge", trained_on=small)
+
+
 @pytest.mark.torch
 def test_quantized_base_becomes_dense(tiny: Tiny, tmp_path: Path) -> None:
     """Merged into the weights as the training saw them, and not rounded to the grid again."""
-    recipe = Recipe(
-        model=Model(source="x"), data=Data(source="x"), quantize=Quantize(group_size=32)
-    )
-    origin = Origin(stage="quantize", inputs={}, settings={}, versions={})
-    base, inputs = tmp_path / "base", {"model": tiny("llama")}
-    job = Job(stage="quantize", recipe=recipe, inputs=inputs, folder=base, origin=origin)
-    list(quantize(job))
+    base = _quantized(tiny("llama"), tmp_path / "base")
     lora = Lora(rank=2, targets=("q_proj",))
     adapter = _random_adapter(base, tmp_path / "adapter", lora)
     events = _merge(base, adapter, tmp_path / "merge")

@@ -12,7 +12,7 @@ from pippin import recipe
 from pippin.errors import ModelError
 from pippin.model.config import read_raw
 from pippin.model.gguf_file import convert, open_gguf
-from pippin.model.names import ADAPTER_CONFIG, SIDE_FILES
+from pippin.model.names import ADAPTER_CONFIG, CONFIG, SIDE_FILES
 from pippin.model.weights import Checkpoint
 
 Kind: TypeAlias = Literal["hub", "folder", "gguf", "builtin"]
@@ -75,6 +75,19 @@ def locate_adapter(model: recipe.Model, folder: Path) -> Path | None:
         raise ModelError(
             f"{path} is no adapter: it has no {ADAPTER_CONFIG}",
             "model.adapter is a PEFT folder and starts at the recipe's folder",
+        )
+    return path
+
+
+def locate_adapter_base(model: recipe.Model, folder: Path) -> Path | None:
+    """The model folder that `model.adapter_base` names, likewise."""
+    if model.adapter_base is None:
+        return None
+    path = folder / Path(model.adapter_base).expanduser()
+    if not (path / CONFIG).is_file():
+        raise ModelError(
+            f"{path} is no model folder: it has no {CONFIG}",
+            "model.adapter_base is a folder and starts at the recipe's folder",
         )
     return path
 

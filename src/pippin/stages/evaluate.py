@@ -57,7 +57,8 @@ def _check_adapter(job: Job) -> list[str]:
     if "adapter" not in job.inputs:
         return []
     adapter = load_adapter(job.inputs["adapter"])
-    return check_base(adapter, job.inputs["model"], job.origin.inputs["model"])
+    model, digest = job.inputs["model"], job.origin.inputs["model"]
+    return check_base(adapter, model, digest, job.inputs.get("trained_on"))
 
 
 def _parent_scores(job: Job) -> dict[str, Any]:

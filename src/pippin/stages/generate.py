@@ -15,7 +15,7 @@ from pippin.engines import CacheQuantizer, Sampling, Scorer, Tokens
 from pippin.errors import DataError, ModelError, UsageError
 from pippin.events import Notice
 from pippin.model.adapter import load_adapter
-from pippin.model.source import locate_adapter
+from pippin.model.source import locate_adapter, locate_adapter_base
 from pippin.model.tokenizer import Tokenizer, load_tokenizer
 from pippin.recipe import Data, Model, Recipe
 from pippin.stages.belonging import check_base
@@ -156,7 +156,8 @@ def load_speaker(
     if "adapter" in found.inputs:
         model_digest = artifact.digest(found.inputs["model"])
         loaded = load_adapter(found.inputs["adapter"])
-        for text in check_base(loaded, found.inputs["model"], model_digest):
+        trained_on = locate_adapter_base(recipe.model, recipe.folder) if recipe else None
+        for text in check_base(loaded, found.inputs["model"], model_digest, trained_on):
             notify(Notice(stage=STAGE, text=text))
     runtime = runtime_of(found.inputs)
     how = "" if runtime is None else f", run as {runtime}"

@@ -75,7 +75,9 @@ class Merged:
         self.plan = plan_merge(self.base, adapter)
         self.tensors = self.plan.specs
         self.config = parse_config(self.plan.config, self.folder)
-        checked = check_base(adapter, self.folder, job.origin.inputs["model"])
+        checked = check_base(
+            adapter, self.folder, job.origin.inputs["model"], job.inputs.get("trained_on")
+        )
         self.notices = (*checked, *self.plan.notices)
         self._gain: tuple[str, NDArray[np.float32]] | None = None
         self._lock = Lock()
