@@ -17,6 +17,7 @@ from pippin.job import Job
 from pippin.model.config import read_config
 from pippin.model.quantized import bits_per_weight, dense_tensors, layout
 from pippin.model.weights import Checkpoint
+from pippin.quantizers import kernels
 from pippin.recipe import Data, Model, Quantize, Recipe
 from pippin.stages.quantize import quantize
 
@@ -51,7 +52,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 def _quantize(source: Path, folder: Path, **settings: Any) -> list[Event]:
-    recipe = Recipe(model=Model(source="x"), data=Data(source="x"), quantize=Quantize(**settings))
+    recipe = Recipe(
+        model=Model(source="x"),
+        data=Data(source="x"),
+        quantize=Quantize(**{"method": "rtn", **settings}),
+    )
     origin = Origin(stage="quantize", inputs={}, settings={}, versions={})
     job = Job(
         stage="quantize", recipe=recipe, inputs={"model": source}, folder=folder, origin=origin
@@ -235,5 +240,19 @@ def test_same_input_same_bytes(model: Callable[..., Path], tmp_path: Path) -> No
     source = model()
     for name in "ab":
         _quantize(source, tmp_path / name)
+    first, second = (tmp_path / name / "model.safetensors" for name in "ab")
+    assert first.read_bytes() == second.read_bytes()
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("scheme", ["affine", "symmetric"])
+def test_the_same_bytes_without_kernels(
+    model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    source = model("bfloat16")
+    _quantize(source, tmp_path / "a", scheme=scheme)
+    monkeypatch.setitem(kernels.COMPILED.__dict__, "missing", "g++ is not installed")
+    events = _quantize(source, tmp_path / "b", scheme=scheme)
+    assert "rounded in numpy, which is slower: g++ is not installed" in _notices(events)
     first, second = (tmp_path / name / "model.safetensors" for name in "ab")
     assert first.read_bytes() == second.read_bytes()

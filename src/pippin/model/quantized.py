@@ -20,7 +20,7 @@ from pippin.errors import ModelError
 from pippin.model.config import ModelConfig, read_config
 from pippin.model.quantized_floats import Floats, dequantize_floats, find_floats
 from pippin.model.weights import Checkpoint, Spec, nbytes
-from pippin.quantizers import Codes, Grid
+from pippin.quantizers import Codes, Grid, kernels
 
 BITS = (2, 3, 4, 5, 6, 8)
 # Symmetric and per-channel grids are special cases of the layout; which tensors have them is noted
@@ -32,9 +32,11 @@ def pack(codes_OI: NDArray[np.uint8], bits: int) -> NDArray[np.uint32]:
     """Codes below 2**bits, (O, I), as (O, I * bits / 32) uint32. I is a multiple of 32."""
     rows, inputs = codes_OI.shape
     assert inputs % 32 == 0, inputs
-    if bits == 8:
-        return np.ascontiguousarray(codes_OI).view("<u4")
     words = np.ascontiguousarray(codes_OI)
+    if bits == 8:
+        return words.view("<u4")
+    if kernels.missing() is None:
+        return kernels.pack(words, bits)
     # Neighbours move together: two codes in 16 bits, then four in 32, then eight in 64.
     for width, kind in ((8, "<u2"), (16, "<u4"), (32, "<u8")):
         words = words.view(kind)

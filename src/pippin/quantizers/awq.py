@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from pippin.model.quantized import dequantize
 from pippin.quantizers import Codes, Grid, Quantizer
-from pippin.quantizers.groups import Grids, finish, in_groups, nearest, shared
+from pippin.quantizers.groups import Grids, in_groups, nearest, nearest_codes, shared
 from pippin.quantizers.hessian import Hessian
 from pippin.quantizers.nested import nest
 from pippin.quantizers.rtn import Rtn, plain_grids
@@ -60,7 +60,7 @@ class Awq:
         assert hessian is not None, "calibrated"
         groups_OGS = in_groups(weight_OI, grid)
         grids = clipped_grids(groups_OGS, grid, dtype, hessian)
-        return finish(nearest(groups_OGS, grids, grid.bits), grids, grid, dtype)
+        return nearest_codes(groups_OGS, grids, grid, dtype)
 
 
 def make_quantizer() -> Quantizer:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pippin.quantizers import Codes, Grid, Quantizer
-from pippin.quantizers.groups import Grids, finish, in_groups, nearest, round_to
+from pippin.quantizers.groups import Grids, in_groups, nearest, nearest_codes, round_to
 from pippin.quantizers.hessian import Hessian
 from pippin.quantizers.nested import nest
 from pippin.quantizers.rtn import plain_grids
@@ -38,7 +38,7 @@ class Hqq:
         if not grid.symmetric:
             scales_OG, biases_OG = moved(groups_OGS, grids, grid.bits)
             grids = nest((round_to(scales_OG, dtype), round_to(biases_OG, dtype)), grid)
-        return finish(nearest(groups_OGS, grids, grid.bits), grids, grid, dtype)
+        return nearest_codes(groups_OGS, grids, grid, dtype)
 
 
 def make_quantizer() -> Quantizer:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pippin.quantizers import Codes, Grid, Quantizer
-from pippin.quantizers.groups import finish, in_groups, nearest
+from pippin.quantizers.groups import in_groups, nearest_codes
 from pippin.quantizers.hessian import Hessian
 from pippin.quantizers.search import search_grids
 
@@ -28,7 +28,7 @@ class Mse:
         groups_OGS = in_groups(weight_OI, grid)
         weights_GS = np.ones(groups_OGS.shape[1:], np.float32)
         grids = search_grids(groups_OGS, grid, dtype, weights_GS)
-        return finish(nearest(groups_OGS, grids, grid.bits), grids, grid, dtype)
+        return nearest_codes(groups_OGS, grids, grid, dtype)
 
 
 def make_quantizer() -> Quantizer:

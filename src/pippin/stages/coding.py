@@ -4,7 +4,6 @@ Shape letters: O output features, I input features.
 """
 
 import math
-import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -14,10 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pippin.errors import ModelError
+from pippin.machine import cores
 from pippin.model import names
 from pippin.model.quantized import dequantize, pack, unpack
 from pippin.model.weights import Tensors, Writer, is_finite, row_chunks
-from pippin.quantizers import CALIBRATED, Codes, Grid, Quantizer, load_quantizer
+from pippin.quantizers import CALIBRATED, Codes, Grid, Quantizer, kernels, load_quantizer
 from pippin.quantizers.awq import Folding
 from pippin.quantizers.choices import Choice
 from pippin.quantizers.hessian import Hessian
@@ -26,7 +26,9 @@ from pippin.quantizers.in_turn import InTurn, spans
 # Small enough for a processor's cache, and for memory that malloc keeps instead of giving it back:
 # chunks of 2 MB take a hundred times the page faults and twice the time.
 _CHUNK_BYTES = 1 << 20
-# numpy lets go of the interpreter while it computes. More threads would wait for memory.
+# Kernels read weights as they are stored, and are done with less before threads have taken turns.
+_KERNEL_CHUNK_BYTES = 4 << 20
+# Numpy and kernels let go of the interpreter. More threads would wait for memory.
 _MOST_THREADS = 8
 # Rounding under a Hessian goes through all inputs for every chunk: fewer, larger ones.
 _CALIBRATED_CHUNK_BYTES = 32 << 20
@@ -63,8 +65,15 @@ class Error:
     moved_rtn: float = 0.0
 
     @classmethod
-    def of(cls, weight_OI: NDArray[np.float32], codes: Codes) -> "Error":
-        """Of some rows."""
+    def of(cls, weight_OI: NDArray[Any], codes: Codes) -> "Error":
+        """Of some rows, in any dtype."""
+        groups_OGS = weight_OI.reshape(*codes.scales_OG.shape, -1)
+        if kernels.fit(groups_OGS):
+            scales_OG, biases_OG = (
+                part.astype(np.float32) for part in (codes.scales_OG, codes.biases_OG)
+            )
+            return cls(*kernels.errors(groups_OGS, codes.codes_OI, (scales_OG, biases_OG)))
+        weight_OI = weight_OI.astype(np.float32, copy=False)
         away_OI = _away(weight_OI, codes)
         away, flat = away_OI.reshape(-1), weight_OI.reshape(-1)
         largest = max(float(away.max()), -float(away.min()))
@@ -185,9 +194,10 @@ class Coder:
         if hessian:
             chunks = list(row_chunks(info, _CALIBRATED_CHUNK_BYTES))
             return sum((chunk(rows) for rows in chunks), Error())
-        with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as threads:
-            done = threads.map(chunk, row_chunks(info, _CHUNK_BYTES))
-            return sum(done, Error())
+        with ThreadPoolExecutor(min(_MOST_THREADS, cores())) as threads:
+            large = method == "rtn" and kernels.missing() is None
+            size = _KERNEL_CHUNK_BYTES if large else _CHUNK_BYTES
+            return sum(threads.map(chunk, row_chunks(info, size)), Error())
 
     def _write_chunk(
         self,
@@ -199,7 +209,9 @@ class Coder:
     ) -> Error:
         stored, module = self.checkpoint.read_rows(name, *rows), names.module(name)
         refuse_infinite(name, is_finite(stored))
-        weight_OI = self.folding.apply(name, rows[0], stored).astype(np.float32, copy=False)
+        weight_OI = self.folding.apply(name, rows[0], stored)
+        if hessian:
+            weight_OI = weight_OI.astype(np.float32, copy=False)
         if hessian and hessian.outputs_OS is not None:
             quantizer = InTurn(quantizer, hessian.outputs_OS[slice(*rows), : len(stored)])
         codes = quantizer.quantize(weight_OI, grid, stored.dtype, hessian)

@@ -17,7 +17,7 @@ from pippin.model.config import write_raw
 from pippin.model.quantized import bits_per_weight
 from pippin.model.source import copy_side_files
 from pippin.model.weights import Tensors, Writer
-from pippin.quantizers import CALIBRATED
+from pippin.quantizers import CALIBRATED, kernels
 from pippin.quantizers.choices import Choice, choose_all, layout_specs, quantized_config
 from pippin.recipe import Quantize
 from pippin.stages.checkpoints import work_folder
@@ -41,6 +41,8 @@ def quantize(job: Job) -> Iterator[Event]:
     choices = choose_all(source.tensors, source.config, settings)
     yield Started(stage=STAGE, title=_title(settings), total=len(choices), unit="tensors")
     yield from _told(*source.notices, *_notices(choices, source.tensors))
+    if kernels.missing():
+        yield from _told(f"weights are rounded in numpy, which is slower: {kernels.missing()}")
     work = settle(job, source, choices)
     yield from _told(*work.notices)
     rows, summary = list[Row](), dict[str, Any]()
