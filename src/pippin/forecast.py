@@ -205,14 +205,13 @@ class Forecast:
         return bits / 8 + (8 if twice else 4) / group
 
     def _train_seconds(self) -> float | None:
-        """4N operations a token for an adapter, 6N for all; 2N more to recompute."""
         if self.updates is None or self._rate is None:
             return None
         train = self.recipe.train
-        factor = (4 if train.method == "lora" else 6) + 2 * train.recomputed
         tokens = train.row_tokens * train.batch_rows * train.accumulate * self.updates
         faster = NATIVE if self.itemsize == 2 and self.machine.native_bfloat16 else 1
-        return factor * memory.parameters(self.facts.config) * tokens / self._rate / faster
+        operations = memory.operations(train.method, train.recomputed)
+        return operations * memory.parameters(self.facts.config) * tokens / self._rate / faster
 
     @property
     def _rate(self) -> float | None:

@@ -7,6 +7,7 @@ memory and its pace, the time of a token beside the recipe's own.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from pippin import memory
 from pippin.forecast import Forecast
 from pippin.model.config import ModelConfig
 from pippin.recipe import Recipe, Train
@@ -18,8 +19,6 @@ HALF = {"cuda": 1024}
 OTHER_HALF = 256
 # Dense copies of a quantized base, forward and backward: 39.4k and 35.4k tokens a second.
 DECODING = 0.1
-# Computing layers again, in products of the whole model: 8.6k and 6.6k tokens a second.
-AGAIN = 1.2
 SHORTEST = 128  # tokens of a row; samples are cut down to it where nothing else fits
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
 RECOMPUTED = (0.0, 0.5, 1.0)  # shares of the layers; other engines than torch have none or all
@@ -149,8 +148,8 @@ def _keys(forecast: Forecast, old: Train, new: Train, base: Forecast) -> str:
 
 
 def _pace(forecast: Forecast, train: Train) -> float:
-    """Time of a token, in products of the whole model: 4 for an adapter, 6 for all weights."""
-    products = (4 if train.method == "lora" else 6) + AGAIN * train.recomputed
+    """Time of a token, in operations a weight."""
+    operations = memory.operations(train.method, train.recomputed)
     codes = DECODING if forecast.facts.config.quantization else 0.0
     half = HALF.get(forecast.device, OTHER_HALF)
-    return products * (1 + half / (train.row_tokens * train.batch_rows)) * (1 + codes)
+    return operations * (1 + half / (train.row_tokens * train.batch_rows)) * (1 + codes)
