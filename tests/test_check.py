@@ -139,7 +139,7 @@ def test_the_command_prints_a_table_and_fails(broken, pippin):
     assert "ended the process: SIGABRT" in out
     assert "avoid nan" in out
     assert "9 probes on a broken device: 2 pass, 1 inaccurate, 4 wrong, 2 not there" in out
-    assert "error: 4 of 9 probes are wrong: crash, leave, hang, nan" in err
+    assert "error: wrong: crash, leave, hang, nan (4 of 9 probes)" in err
 
 
 def test_the_command_as_json(broken, pippin):

@@ -45,6 +45,11 @@ def count_text(count: float) -> str:
     return f"{count:.0f}" if not unit else f"{count:.1f}{unit}"
 
 
+def counted(count: int, name: str) -> str:
+    """1 and "row" as `1 row`, 1,234 as `1,234 rows`; of "held-out row" too."""
+    return f"{count:,} {name}" + "s" * (count != 1)
+
+
 def share_text(share: float) -> str:
     """0.9731 as `97.3%`."""
     return f"{100 * share:.1f}%"
@@ -59,7 +64,7 @@ def check_text(check: Mapping[str, Any]) -> str:
     if "prompts" in check:
         count, of = check["prompts"], check.get("of_prompts")
         said.append(
-            f"judged on {count} {f'of {of} ' if of else ''}prompts"
+            f"judged on {f'{count} of ' if of else ''}{counted(of or count, 'prompt')}"
             + (", as many as a minute allowed" if of and count < of else "")
             + (f", the first {check['cut_to']} tokens of each" if check.get("cut_to") else "")
         )

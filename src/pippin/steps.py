@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pippin.data.dataset import locate_file
+from pippin.figures import counted
 from pippin.model.source import locate, locate_adapter, locate_adapter_base
 from pippin.quantizers import CALIBRATED
 from pippin.recipe import BUDGETS, DEVICE_ONLY, TABLES, Recipe
@@ -220,7 +221,7 @@ def _qat(recipe: Recipe, run: Path) -> Step:
     return Step(
         name="qat",
         stage="qat",
-        title=f"train scales for {recipe.qat.steps} updates",
+        title=f"train scales for {counted(recipe.qat.steps, 'update')}",
         folder=run / "qat",
         inputs={"model": run / "quantize"},
         settings=slice_,

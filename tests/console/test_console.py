@@ -218,7 +218,7 @@ def test_plan_as_text_and_json(tmp_path):
     rich, text = fake()
     Console(out=rich, err=fake()[0]).plan(plan, {"train"})
     assert "Test Chip, 2 cores, 8.00 GB of 16.00 GB free" in text()
-    assert "64 tokens (64 tokens x 1 rows x 1 passes)" in text()
+    assert "64 tokens (64 tokens x 1 row x 1)" in text()
     assert any("train" in line and "done before" in line for line in text().splitlines())
     rich, text = fake()
     Console(mode="json", out=rich, err=fake()[0]).plan(plan, set())
@@ -261,6 +261,13 @@ def test_no_color_is_respected(monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert make_rich(io.StringIO()).no_color
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 rows"), (1, "1 row"), (2, "2 rows"), (1234, "1,234 rows")]
+)
+def test_counts(count, text):
+    assert figures.counted(count, "row") == text
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,7 @@ def test_pack_is_best_fit_decreasing(lengths: list[int]) -> None:
 
 def test_sample_longer_than_a_row() -> None:
     with pytest.raises(
-        DataError, match=r"1 of 2 samples .* 11 tokens, train.row_tokens is 10"
+        DataError, match=r"1 of 2 samples; .* 11 tokens, train.row_tokens is 10"
     ) as e:
         BatchPlan(make_samples([3, 11]), Train(row_tokens=10), 0)
     assert "train.row_tokens = 11" in e.value.hint

@@ -255,7 +255,7 @@ LONG = [
 
 def test_too_long_is_an_error_with_the_number(tokenizer: Tokenizer) -> None:
     longest = len(tokenizer.render(LONG[1].messages or ()))
-    with pytest.raises(DataError, match=rf"2 of 3 rows .*t:2, has {longest} tokens") as caught:
+    with pytest.raises(DataError, match=rf"2 of 3 rows; .*t:2, has {longest} tokens") as caught:
         tokenize(LONG, tokenizer, dataclasses.replace(DATA, max_seq_len=80))
     assert f"data.max_seq_len = {longest}" in caught.value.hint
 

@@ -126,7 +126,7 @@ def test_a_history_that_does_not_fit_loses_its_oldest_exchange_and_says_so(tmp_p
     assert prompt_text(speaker).endswith("<user>six?<end><bot>")
     assert "one?" not in prompt_text(speaker)
     assert len(speaker.scorer.asked[-1][0]) + 6 <= 24
-    assert heard[-1] == "the 2 oldest messages do not fit in 24 tokens: left out"
+    assert heard[-1] == "left out, beyond 24 tokens: the 2 oldest messages"
 
 
 def test_a_question_too_long_is_an_error_and_forgotten(tmp_path):

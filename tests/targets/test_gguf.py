@@ -128,7 +128,7 @@ def test_every_grid_has_a_type_that_loses_nothing(quantized, grid, kind):
         expected = DenseView(folder).read(f"{source}.weight")
         np.testing.assert_array_equal(dequantize(tensor.data, tensor.tensor_type), expected)
     said = [event.text for event in deploy.events if isinstance(event, Notice)]
-    assert any(f"{grid.bits} bits are stored as {kind}" in text for text in said) == (
+    assert any(f"{grid.bits} bits stored as {kind}" in text for text in said) == (
         grid.bits in (2, 3, 6)
     )
 

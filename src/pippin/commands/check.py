@@ -130,6 +130,7 @@ def _probe(checkup: "Checkup", mode: str) -> None:
     from pippin.console import Console
     from pippin.errors import GateError
     from pippin.events import Notice
+    from pippin.figures import counted
     from pippin.machine import find_machine
 
     console = Console(mode=mode)
@@ -141,7 +142,7 @@ def _probe(checkup: "Checkup", mode: str) -> None:
     wrong = [found.probe for found in findings if found.verdict == "wrong"]
     if wrong:
         raise GateError(
-            f"{len(wrong)} of {len(findings)} probes are wrong: {', '.join(wrong[:4])}",
+            f"wrong: {', '.join(wrong[:4])} ({len(wrong)} of {counted(len(findings), 'probe')})",
             "the lines under the table name the way round each; plans for this device take it",
         )
 
@@ -166,6 +167,7 @@ def _audit(rules: str, folder: Path | None, ask: "Ask", mode: str) -> None:
 
     from pippin.console import Console
     from pippin.errors import GateError
+    from pippin.figures import counted
 
     auditor = cast("Auditor", importlib.import_module(AUDITS[rules]))
     programs = auditor.architectures(ask) if folder is None else auditor.model(folder, ask)
@@ -173,7 +175,7 @@ def _audit(rules: str, folder: Path | None, ask: "Ask", mode: str) -> None:
     bad = [each for each in audited if each.outcome in ("fails", "error")]
     if bad:
         raise GateError(
-            f"{len(bad)} of {len(audited)} programs do not run: {_names(bad)}",
+            f"does not run: {_names(bad)} ({len(bad)} of {counted(len(audited), 'program')})",
             "the lines under the table name operators, files and the way round each",
         )
 

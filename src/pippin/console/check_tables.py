@@ -9,6 +9,7 @@ from rich.text import Text
 
 from pippin.check import Finding
 from pippin.check.audits import Audited, Trouble
+from pippin.figures import counted
 
 DTYPES = ("float32", "float16", "bfloat16")
 VERDICTS = ("pass", "inaccurate", "wrong", "not there")  # better ones first
@@ -47,7 +48,7 @@ def count_line(findings: Sequence[Finding], where: str) -> str:
     """`112 probes on cpu (2 cores), PyTorch 2.13.0: 111 pass, 1 wrong`."""
     counts = {v: sum(found.verdict == v for found in findings) for v in VERDICTS}
     text = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
-    return f"{len(findings)} probes on {where}: {text}"
+    return f"{counted(len(findings), 'probe')} on {where}: {text}"
 
 
 def _rows(findings: Sequence[Finding]) -> dict[str, dict[str, Finding]]:

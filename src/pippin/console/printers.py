@@ -12,7 +12,7 @@ from rich.text import Text
 
 from pippin import events
 from pippin.events import Event, Finished, Notice, Started, to_json
-from pippin.figures import duration_text, figure_text
+from pippin.figures import counted, duration_text, figure_text
 
 # Figures worth a place in a line, the most telling first, and their short names.
 SHOWN = {
@@ -81,7 +81,7 @@ class LinePrinter(QuietPrinter):
         if isinstance(event, Started):
             self.total = f"/{event.total} {event.unit}" if event.total else f" {event.unit}"
             self.next_line = time.monotonic() + SECONDS_BETWEEN_LINES
-            count = f" ({event.total} {event.unit})" if event.total else ""
+            count = f" ({counted(event.total, event.unit[:-1])})" if event.total else ""
             self.line(f"{event.stage}: {event.title}{count}")
         elif isinstance(event, Notice) and self.clock.news(event):
             self.line(f"{event.stage}: note: {event.text}")

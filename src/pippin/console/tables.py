@@ -9,7 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from pippin.figures import bytes_text, count_text, duration_text, share_text
+from pippin.figures import bytes_text, count_text, counted, duration_text, share_text
 from pippin.plan import Plan
 from pippin.report.table import NONE, PARTITION
 from pippin.steps import Step
@@ -123,14 +123,14 @@ def plan_facts(plan: Plan) -> Iterator[tuple[str, str]]:
     machine, train = plan.machine, plan.recipe.train
     free, total = bytes_text(machine.memory_available), bytes_text(machine.memory_total)
     shared = ", shared with the GPU" if machine.shared_memory else ""
-    cores = "" if machine.elsewhere else f"{machine.cores} cores, "
+    cores = "" if machine.elsewhere else f"{counted(machine.cores, 'core')}, "
     yield "machine", f"{machine.chip}, {cores}{free} of {total} free{shared}"
     if machine.accelerator:
         a = machine.accelerator
         yield a.kind, f"{a.name}, {bytes_text(a.memory_available)} free"
     yield "engine", f"{plan.recipe.model.engine} on {plan.device}"
     yield "dtypes", f"trains in {plan.dtype}, evaluates in {plan.recipe.evaluate.dtype}"
-    shape = f"{train.row_tokens} tokens x {train.batch_rows} rows x {train.accumulate} passes"
+    shape = f"{train.row_tokens} tokens x {counted(train.batch_rows, 'row')} x {train.accumulate}"
     yield "update", f"{plan.tokens_per_step:,} tokens ({shape})"
     if plan.updates:
         total = count_text(plan.updates * plan.tokens_per_step)

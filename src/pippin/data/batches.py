@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pippin.errors import DataError
+from pippin.figures import counted
 from pippin.recipe import Train
 
 
@@ -176,7 +177,8 @@ def _check_lengths(lengths: NDArray[np.int64], row_tokens: int) -> None:
     longest = int(lengths.max())
     if longest > row_tokens:
         raise DataError(
-            f"{int((lengths > row_tokens).sum())} of {len(lengths)} samples do not fit into a row: "
+            f"too long for a row: {int((lengths > row_tokens).sum())} of "
+            f"{counted(len(lengths), 'sample')}; "
             f"the longest has {longest} tokens, train.row_tokens is {row_tokens}",
             f"set train.row_tokens = {longest}, or lower data.max_seq_len to {row_tokens}",
         )

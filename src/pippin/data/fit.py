@@ -10,6 +10,7 @@ from pippin.data.batches import Sample
 from pippin.data.shapes import Row
 from pippin.data.turns import Marked
 from pippin.errors import DataError
+from pippin.figures import counted
 from pippin.recipe import Data
 
 
@@ -50,11 +51,17 @@ def fit(rows: Sequence[Row], marked: Sequence[Marked], data: Data) -> Tokenized:
     notices = _notices(rows, marked, data, cut, dropped)
     if not samples:
         raise DataError(
-            f"all {len(rows)} rows are longer than data.max_seq_len = {limit}: none is left",
+            f"longer than data.max_seq_len = {limit}, so that none is left: "
+            f"{counted(len(rows), 'row')}",
             f"raise data.max_seq_len to {max(lengths)}",
         )
-    counted = np.array(lengths, np.int32)
-    return Tokenized(samples=samples, notices=notices, cut=cut, dropped=dropped, lengths=counted)
+    return Tokenized(
+        samples=samples,
+        notices=notices,
+        cut=cut,
+        dropped=dropped,
+        lengths=np.array(lengths, np.int32),
+    )
 
 
 def _refuse_too_long(rows: Sequence[Row], marked: Sequence[Marked], data: Data) -> None:
@@ -66,8 +73,8 @@ def _refuse_too_long(rows: Sequence[Row], marked: Sequence[Marked], data: Data) 
     if sizes and data.too_long == "error":
         longest, where = max(sizes)
         raise DataError(
-            f"{len(sizes)} of {len(rows)} rows are longer than data.max_seq_len = "
-            f"{data.max_seq_len}; the longest, {where}, has {longest} tokens",
+            f"longer than data.max_seq_len = {data.max_seq_len}: {len(sizes)} of "
+            f"{counted(len(rows), 'row')}; the longest, {where}, has {longest} tokens",
             f'set data.max_seq_len = {longest}, or data.too_long = "cut" or "drop"',
         )
 
@@ -95,16 +102,19 @@ def _notices(
     found = []
     if cut:
         found.append(
-            f"{cut} of {len(rows)} rows cut to data.max_seq_len = {limit} tokens; "
+            f"{cut} of {counted(len(rows), 'row')} cut to data.max_seq_len = {limit} tokens; "
             "what was cut off, end token included, is not trained"
         )
     if dropped:
         why = "" if data.too_long == "drop" else ": cut there, they have nothing left to train"
         found.append(
-            f"{dropped} of {len(rows)} rows dropped: longer than data.max_seq_len = {limit}{why}"
+            f"{dropped} of {counted(len(rows), 'row')} dropped: longer than data.max_seq_len = "
+            f"{limit}{why}"
         )
     for row, one in zip(rows, marked, strict=True):
         if row.document and len(one.ids) > limit:
             count = len(_blocks(one, 0, limit))
-            found.append(f"{row.where}: {len(one.ids)} tokens in {count} blocks of {limit}")
+            found.append(
+                f"{row.where}: {len(one.ids)} tokens in {counted(count, 'block')} of {limit}"
+            )
     return found

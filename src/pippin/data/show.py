@@ -13,6 +13,7 @@ from pippin.data.chat import tokenize
 from pippin.data.dataset import SPLITS, find_splits, load_split
 from pippin.data.fit import Tokenized
 from pippin.errors import DataError
+from pippin.figures import counted
 from pippin.model.tokenizer import Tokenizer
 from pippin.recipe import Recipe
 
@@ -159,7 +160,7 @@ def _printable(text: str) -> str:
 
 
 def _heading(row: MarkedRow) -> str:
-    return f"{row.where}: {row.trained} of {row.tokens} tokens trained"
+    return f"{row.where}: {row.trained} of {counted(row.tokens, 'token')} trained"
 
 
 def _summary(seen: Look) -> list[str]:
@@ -173,15 +174,16 @@ def _summary(seen: Look) -> list[str]:
     packing = seen.packing
     lines += [
         "",
-        f"{packing.rows:,} rows of {packing.row_tokens:,} tokens, {packing.fill:.1%} full; "
-        f"{packing.updates:,} updates an epoch",
+        f"{counted(packing.rows, 'row')} of {packing.row_tokens:,} tokens, "
+        f"{packing.fill:.1%} full; {counted(packing.updates, 'update')} an epoch",
     ]
     return lines + [f"note: {notice}" for notice in seen.notices]
 
 
 def _split_line(name: str, counts: SplitCounts) -> str:
     return (
-        f"{name:5} {counts.rows:,} rows, {counts.samples:,} samples, {counts.tokens:,} tokens, "
+        f"{name:5} {counted(counts.rows, 'row')}, {counted(counts.samples, 'sample')}, "
+        f"{counted(counts.tokens, 'token')}, "
         f"{counts.trained:,} trained; median {counts.median:,}, longest {counts.longest:,}; "
         f"{counts.cut:,} cut, {counts.dropped:,} dropped ({counts.place})"
     )

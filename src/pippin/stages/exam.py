@@ -11,6 +11,7 @@ from pippin.data.chat import Example, examples, render_prompt, tokenize
 from pippin.data.dataset import Row, find_splits, load_split
 from pippin.engines import Tokens
 from pippin.errors import DataError
+from pippin.figures import counted
 from pippin.model.tokenizer import Tokenizer
 from pippin.recipe import Recipe
 
@@ -108,8 +109,8 @@ def _out_of_reach(asked: list[Example], tokenizer: Tokenizer, max_tokens: int) -
     if not long:
         return []
     return [
-        f"{long} of {len(asked)} references are longer than evaluate.max_tokens = {max_tokens} "
-        "tokens and count as wrong"
+        f"counted as wrong, being longer than evaluate.max_tokens = {max_tokens}: {long} of "
+        f"{counted(len(asked), 'reference')}"
     ]
 
 
@@ -125,11 +126,13 @@ def shorten(exam: Exam, recipe: Recipe) -> Exam:
     notices = list(exam.notices)
     if len(samples) < len(exam.samples):
         notices.append(
-            f"the deployed file scores {len(samples)} of {len(exam.samples)} held-out rows, "
-            "and is compared with its parent on these"
+            f"the deployed file scores {len(samples)} of "
+            f"{counted(len(exam.samples), 'held-out row')}, and is compared with its parent "
+            "on these"
         )
     if left := len(exam.questions) + len(exam.prompts) - len(questions) - len(prompts):
-        notices.append(f"deploy.context = {context} is too short for {left} questions: not asked")
+        asked = counted(left, "question")
+        notices.append(f"deploy.context = {context} is too short for {asked}: not asked")
     return Exam(samples=samples, questions=questions, prompts=prompts, notices=notices)
 
 
@@ -146,9 +149,9 @@ def within(exam: Exam, recipe: Recipe, context: int | None) -> Exam:
     prompts = exam.prompts if context is None else _fitting(exam.prompts, context - 1)
     notices = list(exam.notices)
     if left := len(exam.questions) - len(questions):
-        notices.append(f"{left} held-out questions are longer than {room} tokens: not asked")
+        notices.append(f"not asked: {counted(left, 'held-out question')} beyond {room} tokens")
     if left := len(exam.prompts) - len(prompts):
-        notices.append(f"{left} prompts are longer than the model's {context} tokens: not asked")
+        notices.append(f"not asked: {counted(left, 'prompt')} beyond the model's {context} tokens")
     return replace(exam, questions=questions, prompts=prompts, notices=notices)
 
 
@@ -158,7 +161,8 @@ def refuse_beyond(samples: list[Sample], context: int | None) -> None:
     if context is not None and longest > context:
         count = sum(len(sample.tokens) > context for sample in samples)
         raise DataError(
-            f"{count} of {len(samples)} samples are longer than the model's {context} positions; "
+            f"longer than the model's {context} positions: {count} of "
+            f"{counted(len(samples), 'sample')}; "
             f"the longest has {longest} tokens",
             f'set data.max_seq_len = {context}, and data.too_long = "cut" or "drop"',
         )

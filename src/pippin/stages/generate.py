@@ -14,6 +14,7 @@ from pippin.data.chat import render_prompt
 from pippin.engines import CacheQuantizer, Sampling, Scorer, Tokens
 from pippin.errors import DataError, ModelError, UsageError
 from pippin.events import Notice
+from pippin.figures import counted
 from pippin.model.adapter import load_adapter
 from pippin.model.source import locate_adapter, locate_adapter_base
 from pippin.model.tokenizer import Tokenizer, load_tokenizer
@@ -93,7 +94,8 @@ class Speaker:
     def _trimmed(self, messages: Sequence[Message], room: int) -> list[Message]:
         kept = fit_messages(messages, lambda some: len(self._render(some)), room)
         if dropped := len(messages) - len(kept):
-            text = f"the {dropped} oldest messages do not fit in {self.context} tokens: left out"
+            oldest = counted(dropped, "oldest message")
+            text = f"left out, beyond {self.context} tokens: the {oldest}"
             self.notify(Notice(stage=STAGE, text=text))
         return kept
 
@@ -102,11 +104,12 @@ class Speaker:
         room = sampling.max_tokens if self.context is None else self.context - prompt
         if room < 1:
             raise DataError(
-                f"the prompt is {prompt} tokens long, {self.title} holds {self.context}",
+                f"the prompt is {counted(prompt, 'token')} long, {self.title} holds {self.context}",
                 "shorten the prompt",
             )
         if room < sampling.max_tokens:
-            text = f"the answer ends after {room} tokens: {self.title} holds {self.context} in all"
+            end = counted(room, "token")
+            text = f"the answer ends after {end}: {self.title} holds {self.context} in all"
             self.notify(Notice(stage=STAGE, text=text))
         return replace(
             sampling,

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from pippin.engines import Sampling, Scorer
+from pippin.figures import counted
 from pippin.stages.exam import Asked, Exam
 
 # A row is scored and its question answered, which a draft makes one call as well.
@@ -34,11 +35,14 @@ def fit(exam: Exam, scorer: Scorer, seconds: float, parent: Mapping[str, Any]) -
     # A question is compared with the parent's answer; a prompt's answer stands for itself.
     known = [question for question in questions if question.draft is not None]
     notices = [
-        f"{len(samples)} of {len(exam.samples)} rows, {len(known[:rows])} of "
-        f"{len(exam.questions)} questions: this runtime answers {speed:.2g} tokens/s here"
+        f"{len(samples)} of {counted(len(exam.samples), 'row')}, "
+        f"{len(known[:rows])} of {counted(len(exam.questions), 'question')}: this runtime "
+        f"answers {speed:.2g} tokens/s here"
     ]
     if unknown := len(questions) - len(known):
-        notices.append(f"{unknown} questions are not asked: the parent's scores keep no answer")
+        notices.append(
+            f"not asked: {counted(unknown, 'question')} without an answer in the parent's scores"
+        )
     return replace(
         exam,
         samples=samples,

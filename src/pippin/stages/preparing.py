@@ -12,6 +12,7 @@ from pippin.data.chat import tokenize
 from pippin.data.dataset import load_split
 from pippin.data.shapes import Row
 from pippin.errors import DataError
+from pippin.figures import counted
 from pippin.job import Job
 from pippin.model.tokenizer import Tokenizer, load_tokenizer
 from pippin.recipe import Recipe
@@ -104,13 +105,14 @@ def _derived(recipe: Recipe, plan: BatchPlan, samples: Sequence[Sample], total: 
     longest = max(len(sample.tokens) for sample in samples)
     step = train.row_tokens * train.batch_rows * train.accumulate
     notices = [
-        f"rows of {train.row_tokens} tokens, {plan.fill:.0%} full "
-        f"(the longest of {len(samples):,} samples has {longest}); {step:,} tokens an update",
-        f"{total:,} updates, {plan.steps_per_epoch:,} an epoch",
+        f"rows of {counted(train.row_tokens, 'token')}, {plan.fill:.0%} full "
+        f"(the longest of {counted(len(samples), 'sample')} has {longest}); "
+        f"{counted(step, 'token')} an update",
+        f"{counted(total, 'update')}, {plan.steps_per_epoch:,} an epoch",
     ]
     if train.warmup_steps >= total:
         notices.append(
-            f"warm-up of {train.warmup_steps} updates is not over after all {total}: "
+            f"warm-up of {counted(train.warmup_steps, 'update')} is not over after all {total}: "
             "the learning rate never reaches its peak"
         )
     return notices

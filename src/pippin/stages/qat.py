@@ -10,6 +10,7 @@ from dataclasses import replace
 from pippin.engines import CodesTrainable, Engine, Trainer
 from pippin.errors import ModelError
 from pippin.events import Event
+from pippin.figures import counted
 from pippin.job import Job
 from pippin.recipe import Recipe, Train
 from pippin.stages.outcome import write_model
@@ -25,7 +26,7 @@ def qat(job: Job) -> Iterator[Event]:
     """
     recipe = job.recipe
     course = Course(
-        title=f"train scales for {recipe.qat.steps} updates",
+        title=f"train scales for {counted(recipe.qat.steps, 'update')}",
         begin=_begin,
         write=lambda folder, job, weights: write_model(folder, job.inputs["model"], weights),
         after=recipe.train,

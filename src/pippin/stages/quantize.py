@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 
 from pippin import artifact
+from pippin.engines.host import steady_heap
 from pippin.events import Event, Finished, Notice, Progress, Started
+from pippin.figures import counted
 from pippin.job import Job
 from pippin.model import names
 from pippin.model.config import write_raw
@@ -37,6 +39,7 @@ def quantize(job: Job) -> Iterator[Event]:
     ModelError for a model that is quantized already, and for weights that are not finite.
     """
     began = time.monotonic()
+    steady_heap()
     settings, source = job.recipe.quantize, open_source(job)
     choices = choose_all(source.tensors, source.config, settings)
     yield Started(stage=STAGE, title=_title(settings), total=len(choices), unit="tensors")
@@ -89,7 +92,7 @@ def _write_all(coder: Coder, work: Work, done: LayersDone) -> Iterator[Row | Not
     if work.revised:
         found = []  # what later layers read comes out of finished ones: all are gone through
     if found:
-        yield from _told(f"{len(found)} tensors were finished before")
+        yield from _told(f"{counted(len(found), 'tensor')} finished before")
     for part in work.parts:
         left = {name: linear for name, linear in part.items() if name not in found}
         for name in [name for name in part if name not in left]:

@@ -7,6 +7,7 @@ from typing import Any
 from pippin import memory
 from pippin.data.batches import Batch
 from pippin.errors import ModelError
+from pippin.figures import counted
 from pippin.job import Job
 from pippin.model.config import ModelConfig, read_config
 from pippin.model.weights import Checkpoint, Tensors
@@ -96,7 +97,7 @@ def settle(job: Job, source: Source, choices: dict[str, Choice]) -> Work:
         notices.append(budget.text)
     if CALIBRATED[settings.method].scaled:
         folding = fold(calibration, choices, parts, source.config)
-        notices.append(f"inputs of {len(folding.inputs)} linears are scaled")
+        notices.append(f"inputs of {counted(len(folding.inputs), 'linear')} are scaled")
     summary["calibration_rows"] = calibration.rows
     summary["calibration_tokens"] = calibration.tokens
     return Work(

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pippin.errors import DataError
+from pippin.figures import counted
 from pippin.model.tokenizer import Tokenizer
 
 BROKEN = "\ufffd"
@@ -116,7 +117,7 @@ def fit_messages(
         later = [i for i, turn in enumerate(turns) if i and turn["role"] == "user"]
         if not later:
             raise DataError(
-                f"the prompt is {needed} tokens long, there is room for {room}",
+                f"the prompt is {counted(needed, 'token')} long, there is room for {room}",
                 "shorten it, or lower --max-tokens",
             )
         turns = turns[later[0] :]

@@ -17,6 +17,7 @@ from pippin.data.batches import Batch
 from pippin.engines import Engine, Trainer, Weights
 from pippin.errors import Interrupted, PippinError
 from pippin.events import Event, Finished, Metric, Notice, Progress, Started
+from pippin.figures import counted
 from pippin.job import Job
 from pippin.recipe import Train
 from pippin.stages.checkpoints import METRICS, Position, Store, forget, work_folder
@@ -216,7 +217,7 @@ def _validate(run: _Run, position: Position) -> Generator[Event, None, Position]
     )
     position = yield from _record(run, position, {"valid_loss": loss})
     if run.over(position) and position.step < run.material.total:
-        text = f"no better validation loss in {position.worse} validations: ending early"
+        text = f"no better validation loss in {counted(position.worse, 'validation')}: ending early"
         yield Notice(stage=run.job.stage, text=text)
     return position
 

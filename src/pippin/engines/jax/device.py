@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from pippin.engines.host import cores, peak_resident
 from pippin.errors import UsageError
+from pippin.figures import counted
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 PLATFORMS = ("cuda", "mps", "cpu")  # best first
@@ -32,7 +33,7 @@ def pick_device(name: str) -> jax.Device:
 def describe(device: jax.Device) -> str:
     """The device in words, e.g. `cpu (2 cores)`."""
     if device.platform == "cpu":
-        return f"cpu ({cores()} cores)"
+        return f"cpu ({counted(cores(), 'core')})"
     kind = "cuda" if device.platform == "gpu" else device.platform
     return f"{kind} ({device.device_kind})"
 

@@ -6,6 +6,7 @@ import mlx.core as mx
 
 from pippin.engines.host import cores, peak_resident
 from pippin.errors import UsageError
+from pippin.figures import counted
 
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 # Freed buffers that MLX may keep for the next step where memory is shared with everything else;
@@ -40,7 +41,7 @@ def pick_device(name: str) -> str:
 def describe(device: str) -> str:
     """The device in words, e.g. `cpu (2 cores)`."""
     if device == "cpu":
-        return f"cpu ({cores()} cores)"
+        return f"cpu ({counted(cores(), 'core')})"
     return f"{device} ({mx.device_info().get('device_name', 'GPU')})"
 
 

@@ -4,6 +4,7 @@ import torch
 
 from pippin.engines.host import cores, peak_resident
 from pippin.errors import UsageError
+from pippin.figures import counted
 from pippin.machine import why_no_gpu
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -45,7 +46,7 @@ def describe(device: torch.device) -> str:
         return f"cuda ({torch.cuda.get_device_name(device)})"
     if device.type == "mps":
         return "mps (Apple GPU)"
-    return f"cpu ({cores()} cores)"
+    return f"cpu ({counted(cores(), 'core')})"
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -13,6 +13,7 @@ import numpy as np
 
 from pippin.errors import ModelError
 from pippin.events import Event, Progress
+from pippin.figures import counted
 from pippin.model.tokenizer import Tokenizer, load_tokenizer
 from pippin.targets import Bundle
 from pippin.targets.bundle import (
@@ -125,4 +126,5 @@ def _widened(found: list[Entry]) -> Iterator[str]:
     for bits in (2, 3, 6):
         kinds = [e.kind for e in found if e.bits == bits and not e.kind.endswith("_K")]
         if kinds:
-            yield f"{len(kinds)} tensors of {bits} bits are stored as {kinds[0]}, without loss"
+            tensors = counted(len(kinds), "tensor")
+            yield f"{tensors} of {bits} bits stored as {kinds[0]}, without loss"
