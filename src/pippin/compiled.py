@@ -31,10 +31,12 @@ TYPES: dict[str, Any] = {  # by the letters of a signature
 class Compiled:
     """The functions of a source, none of which returns anything.
 
-    `flags` are beside FLAGS; `signatures` are a letter of TYPES for each argument, by function.
+    `flags` are beside FLAGS; `signatures` are a letter of TYPES for each argument, by function;
+    `headers` are what the source includes that lies beside it.
     """
 
     source: Path
+    headers: tuple[Path, ...] = ()
     flags: str
     signatures: Mapping[str, str]
 
@@ -90,7 +92,8 @@ class Compiled:
         cpu = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
         said = ("model name", "flags", "Feat")
         lines = [line for line in cpu.splitlines() if line.startswith(said)]
-        parts = [self.source.read_text(), self._flags(), _run_compiler("--version")]
+        files = [file.read_text() for file in (self.source, *self.headers)]
+        parts = [*files, self._flags(), _run_compiler("--version")]
         text = "\n".join([*parts, platform.machine(), *lines])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional
 
 from pippin.engines.torch import cpu_kernels as kernels
+from pippin.engines.torch import cpu_products as products
 from pippin.engines.torch.trainer import TorchTrainer
 from pippin.recipe import Lora, Train
 
@@ -63,6 +64,22 @@ def test_attention_and_its_gradients_are_float64s(kind, channels, window):
     grads = torch.autograd.grad(wanted, exact, up.double())
     for ours, one in zip(call.backward(up.flatten(1), *flat), grads, strict=True):
         near(ours, one.flatten(1), tolerance)
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("rows", "depth", "columns"), [(1, 2, 49), (100, 66, 16), (23, 34, 130)])
+@pytest.mark.parametrize("own", [True, False])
+def test_sums_of_products_are_float64s(kind, rows, depth, columns, own, monkeypatch):
+    dtype, tolerance = KINDS[kind]
+    monkeypatch.setattr(products, "ours", lambda _: own)  # both ways, whatever the CPU is best at
+    shapes = ((rows, depth), (columns, depth), (rows, 6), (6, columns), (rows, columns))
+    a, w, z, b, beside = (drawn(*shape, seed=s).to(dtype) for s, shape in enumerate(shapes))
+    wanted = (a.double() @ w.double().T + z.double() @ b.double()) * 0.5
+    for plus in (None, beside, beside[0]):
+        for out in (torch.empty_like(beside), torch.empty(columns, rows).T):
+            products.add_products(out, [(a, w.T), (z, b)], plus, 0.5)
+            near(out, wanted if plus is None else wanted + plus.double(), tolerance)
 
 
 @needs_compiler

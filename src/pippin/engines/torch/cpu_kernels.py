@@ -25,8 +25,10 @@ SIGNATURES = {
     "attend_grad": "pppppppp",
     "loss": "pppiifb",
 }
+HERE = Path(__file__)
 COMPILED = Compiled(
-    source=Path(__file__).with_suffix(".cpp"),
+    source=HERE.with_suffix(".cpp"),
+    headers=(HERE.with_name("cpu_numbers.h"), HERE.with_name("cpu_attention.h")),
     flags="-fopenmp",
     signatures={name + tail: SIGNATURES[name] for name in SIGNATURES for tail in TAILS.values()},
 )

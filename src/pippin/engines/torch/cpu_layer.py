@@ -7,7 +7,8 @@ share their thin products.
 Shape letters: T tokens, D hidden, I inputs, O outputs, R rank, E ranks of a group together.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,10 +18,17 @@ from torch.nn import functional
 
 from pippin.engines.torch import cpu_kernels as kernels
 from pippin.engines.torch.attention import Packing
+from pippin.engines.torch.cpu_products import add_products, rows_of
 from pippin.engines.torch.lora import LoraLinear
 from pippin.engines.torch.parts import Parts, take_apart
 
-ROWS = 16
+
+class Narrow(NamedTuple):
+    """An adapter's pair in the dtype of products, and where its ranks stand in its group's."""
+
+    a_RI: Tensor
+    b_OR: Tensor
+    ranks: slice
 
 
 class Group:
@@ -30,22 +38,31 @@ class Group:
         self.linears = linears
         self.adapters = [linear for linear in linears if isinstance(linear, LoraLinear)]
         self.scale = self.adapters[0].scale if self.adapters else 1.0
+        self.ranks = [len(adapter.lora_A) for adapter in self.adapters]
+        self.dtype = linears[0].weight.dtype
+        self.places = [master.detach().to(self.dtype) for master in self.masters]
+        pairs = map(Narrow, self.places[::2], self.places[1::2], _spans(self.ranks))
+        self.pairs = [next(pairs) if linear in self.adapters else None for linear in linears]
 
     @property
     def masters(self) -> list[nn.Parameter]:
         """lora_A and lora_B of every adapter in turn."""
         return [master for a in self.adapters for master in (a.lora_A, a.lora_B)]
 
-    def forward(self, x_TI: Tensor, ys: Sequence[Tensor]) -> Tensor:
-        """Fill the outputs (T, O) in turn; returns scale * x A^T (T, E)."""
-        z_TE = x_TI @ self._a(x_TI.dtype).T * self.scale if self.adapters else x_TI[:, :0]
-        for y_TO, (linear, ranks) in zip(ys, self._with_ranks(), strict=True):
-            if linear.bias is None:
-                torch.mm(x_TI, linear.weight.T, out=y_TO)
-            else:
-                torch.addmm(linear.bias, x_TI, linear.weight.T, out=y_TO)
-            if ranks is not None:
-                y_TO.addmm_(z_TE[:, ranks], linear.lora_B.to(x_TI.dtype).T)
+    def forward(
+        self, x_TI: Tensor, ys: Sequence[Tensor], beside_TO: Tensor | None = None
+    ) -> Tensor:
+        """Fill the outputs (T, O) in turn, `beside_TO` added; returns scale * x A^T (T, E)."""
+        z_TE = x_TI.new_empty(len(x_TI), sum(self.ranks))
+        for y_TO, linear, pair in zip(ys, self.linears, self.pairs, strict=True):
+            terms = [(x_TI, linear.weight.T)]
+            if pair is not None:
+                z_TR = z_TE[:, pair.ranks]
+                add_products(z_TR, [(x_TI, pair.a_RI.T)], scale=self.scale)
+                terms.append((z_TR, pair.b_OR.T))
+            add_products(y_TO, terms, linear.bias if beside_TO is None else beside_TO)
+            if beside_TO is not None and linear.bias is not None:
+                y_TO.add_(linear.bias)
         return z_TE
 
     def backward(
@@ -53,41 +70,35 @@ class Group:
     ) -> tuple[Tensor, list[Tensor]]:
         """The gradient of x (T, I), and those of the masters."""
         dz_TE, grads = self.grads(dys, x_TI, z_TE)
-        dx_TI = dys[0] @ self.linears[0].weight
-        for dy_TO, linear in zip(dys[1:], self.linears[1:], strict=True):
-            dx_TI.addmm_(dy_TO, linear.weight)
-        if self.adapters:
-            dx_TI.addmm_(dz_TE, self._a(dx_TI.dtype))
+        dx_TI, terms = torch.empty_like(x_TI), []
+        for dy_TO, linear, pair in zip(dys, self.linears, self.pairs, strict=True):
+            terms.append((dy_TO, linear.weight))
+            if pair is not None:
+                terms.append((dz_TE[:, pair.ranks], pair.a_RI))
+        add_products(dx_TI, terms)
         return dx_TI, grads
 
     def grads(self, dys: list[Tensor], x_TI: Tensor, z_TE: Tensor) -> tuple[Tensor, list[Tensor]]:
         """scale * dy B (T, E), and the gradients of the masters."""
-        dz_TE, b_grads = torch.empty_like(z_TE), []
-        for dy_TO, (linear, ranks) in zip(dys, self._with_ranks(), strict=True):
-            if ranks is not None:
-                b_OR = linear.lora_B.to(dy_TO.dtype)
-                dz_TE[:, ranks] = (dy_TO @ b_OR).mul_(self.scale)
-                b_grads.append((z_TE[:, ranks].T @ dy_TO).T)
+        dz_TE, z_ET, b_grads = torch.empty_like(z_TE), z_TE.T.contiguous(), []
         if not self.adapters:
             return dz_TE, []
-        a_grads = (dz_TE.T @ x_TI).split([len(a.lora_A) for a in self.adapters])
-        pairs = zip(a_grads, b_grads, strict=True)
-        return dz_TE, [grad for pair in pairs for grad in pair]
+        exact = self.adapters[0].lora_A.dtype
+        for dy_TO, pair in zip(dys, self.pairs, strict=True):
+            if pair is not None:
+                add_products(dz_TE[:, pair.ranks], [(dy_TO, pair.b_OR)], scale=self.scale)
+                b_grads.append(torch.empty_like(pair.b_OR, dtype=exact))
+                add_products(b_grads[-1].T, [(z_ET[pair.ranks], dy_TO)])
+        a_grad_EI = x_TI.new_empty(len(z_ET), x_TI.shape[1], dtype=exact)
+        add_products(a_grad_EI, [(dz_TE.T.contiguous(), x_TI)])
+        both = zip(a_grad_EI.split(self.ranks), b_grads, strict=True)
+        return dz_TE, [grad for pair in both for grad in pair]
 
-    def _with_ranks(self) -> Iterator[tuple[Any, slice | None]]:
-        """Every linear, and where its adapter's ranks stand among the group's."""
-        start = 0
-        for linear in self.linears:
-            if isinstance(linear, LoraLinear):
-                stop = start + len(linear.lora_A)
-                yield linear, slice(start, stop)
-                start = stop
-            else:
-                yield linear, None
 
-    def _a(self, dtype: torch.dtype) -> Tensor:
-        """(E, I)."""
-        return torch.cat([adapter.lora_A.to(dtype) for adapter in self.adapters])
+def _spans(sizes: list[int]) -> list[slice]:
+    """Where parts of these sizes stand, one after another."""
+    edges = [0, *itertools.accumulate(sizes)]
+    return [slice(a, b) for a, b in itertools.pairwise(edges)]
 
 
 class Room:
@@ -132,6 +143,13 @@ class Llama:
         """Of all groups in turn."""
         return [master for group in self.groups for master in group.masters]
 
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Take the adapters' newest values."""
+        if self.masters and self.masters[0].dtype != self.groups[0].dtype:
+            places = [place for group in self.groups for place in group.places]
+            torch._foreach_copy_(places, list[Tensor](self.masters))
+
     def take(self, x_TD: Tensor, keep: bool) -> list[Tensor]:
         """Key, query, value, what attention mixes, the middle, gate and up, to be filled."""
         kqv, o, both, _ = ([linear.out_features for linear in g.linears] for g in self.groups)
@@ -170,15 +188,15 @@ def find_parts(layer: nn.Module, number: int, room: Room | None) -> Llama | str:
 def forward_of(layer: Llama) -> Callable[..., Tensor]:
     """A forward with the signature that transformers calls its layers by.
 
-    Rows are filled up to a multiple of ROWS, as a sample of nobody's: oneDNN keeps code for every
-    number of rows that it has met, 9 MB in 30 layers that are never given back.
+    Rows are filled up to what products take well, as a sample of nobody's.
     """
+    rows = rows_of(layer.parts.norms[0].weight_D.dtype)
 
     def forward(
         hidden_BTD: Tensor, *_: Any, position_embeddings: Any, packing: Packing, **__: Any
     ) -> Tensor:
         tokens = hidden_BTD.shape[1]
-        x_TD, cos_TC, sin_TC = map(_filled, (hidden_BTD, *position_embeddings))
+        x_TD, cos_TC, sin_TC = (_filled(x, rows) for x in (hidden_BTD, *position_embeddings))
         attention = _attention(layer.parts, packing, len(x_TD))
         call = Call((cos_TC, sin_TC), attention, torch.is_grad_enabled())
         return _Layer.apply(x_TD, layer, call, *layer.masters)[None, :tokens]
@@ -186,9 +204,9 @@ def forward_of(layer: Llama) -> Callable[..., Tensor]:
     return forward
 
 
-def _filled(x: Tensor) -> Tensor:
-    """(1, T, ...) with rows of zeros up to a multiple of ROWS, the first dimension left out."""
-    missing = -x.shape[1] % ROWS
+def _filled(x: Tensor, rows: int) -> Tensor:
+    """(1, T, ...) with zeros up to a multiple of `rows`, the first dimension left out."""
+    missing = -x.shape[1] % rows
     return functional.pad(x[0], (0, 0, 0, missing)) if missing else x[0].contiguous()
 
 
@@ -209,17 +227,16 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, layer: Llama, call: Call, *_: Tensor) -> Tensor:
         (kqv, o, both, down), (first, second) = layer.groups, layer.parts.norms
+        layer.refresh()
         k, q, v, mixed, middle_TD, gate, up = layer.take(x_TD, call.keep)
         z_kqv = kqv.forward(kernels.norm(x_TD, *first), (k, q, v))
         for x in (k, q):
             kernels.rotate(x, call.angles, layer.parts.channels, 1.0)
         call.attention.forward(q, k, v, mixed)
-        z_o = o.forward(mixed, (middle_TD,))
-        middle_TD += x_TD
+        z_o = o.forward(mixed, (middle_TD,), x_TD)
         z_both = both.forward(kernels.norm(middle_TD, *second), (gate, up))
         out_TD = torch.empty_like(x_TD)
-        z_down = down.forward(kernels.gate(gate, up), (out_TD,))
-        out_TD += middle_TD
+        z_down = down.forward(kernels.gate(gate, up), (out_TD,), middle_TD)
         narrow = (z_kqv, z_o, z_both, z_down)
         ctx.save_for_backward(x_TD, q, k, v, mixed, middle_TD, gate, up, *narrow)
         ctx.layer, ctx.call = layer, call

@@ -1,0 +1,91 @@
+"""Sums of matrix products on a CPU: our own where its registers are wide, else PyTorch's.
+
+PyTorch's keep code and reordered matrices for every shape that they meet; ours read matrices where
+they lie, and take adapters, biases and residuals along.
+
+Shape letters: R rows, K inner, C columns.
+"""
+
+import ctypes
+import functools
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from pippin.compiled import Compiled
+
+HERE = Path(__file__)
+TAILS = {torch.float32: "_f", torch.bfloat16: "_h"}
+COMPILED = Compiled(
+    source=HERE.with_suffix(".cpp"),
+    headers=(HERE.with_name("cpu_numbers.h"),),
+    flags="-fopenmp",
+    signatures={f"products{tail}": "pf" for tail in TAILS.values()},
+)
+Terms: TypeAlias = list[tuple[Tensor, Tensor]]
+
+
+@functools.cache
+def ours(dtype: torch.dtype) -> bool:
+    """Whether our products are the faster ones here.
+
+    A CPU with tiles for matrices (AMX) has PyTorch's run in them.
+    """
+    if COMPILED.missing is not None:
+        return False
+    flags = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].split()
+    if dtype == torch.float32:
+        return "avx512f" in flags
+    return dtype == torch.bfloat16 and "avx512_bf16" in flags and "amx_bf16" not in flags
+
+
+def rows_of(dtype: torch.dtype) -> int:
+    """Numbers of rows should be multiples of this.
+
+    Units of ours are two bfloat16. oneDNN keeps code for every number of rows that it has met, 9 MB
+    in 30 layers that are never given back.
+    """
+    return 2 if ours(dtype) else 16
+
+
+def add_products(
+    out_RC: Tensor, terms: Terms, plus: Tensor | None = None, scale: float = 1.0
+) -> None:
+    """out = scale * sum of a @ b + plus, for terms a (R, K) and b (K, C), each K its own.
+
+    `plus` is (R, C) or (C,). `out_RC` may be float32 where the terms are bfloat16.
+    """
+    dtype = terms[0][0].dtype
+    if ours(dtype) and (dtype == torch.float32 or all(a.shape[1] % 2 == 0 for a, _ in terms)):
+        _run(out_RC, terms, plus, scale)
+        return
+    (a, b), *others = terms
+    sum_RC = a @ b
+    for a, b in others:
+        sum_RC.addmm_(a, b)
+    if scale != 1.0:
+        sum_RC *= scale
+    out_RC.copy_(sum_RC if plus is None else sum_RC + plus)
+
+
+def _run(out_RC: Tensor, terms: Terms, plus: Tensor | None, scale: float) -> None:
+    dtype = terms[0][0].dtype
+    numbers = [
+        out_RC.data_ptr(),
+        0 if plus is None else plus.data_ptr(),
+        *out_RC.stride(),
+        out_RC.dtype != dtype,
+        plus.stride(0) if plus is not None and plus.ndim == 2 else 0,
+        *out_RC.shape,
+        len(terms),
+    ]
+    for a, b in terms:
+        turned = int(b.stride(1) != 1)
+        assert a.dtype == b.dtype == dtype
+        assert a.stride(1) == 1
+        assert not turned or b.stride(0) == 1
+        numbers += (a.data_ptr(), b.data_ptr(), a.stride(0), b.stride(turned), len(b), turned)
+    call = (ctypes.c_int64 * len(numbers))(*numbers)
+    getattr(COMPILED.library, "products" + TAILS[dtype])(call, scale)
