@@ -82,7 +82,6 @@ ROWS: dict[str, dict[str, recipe.Quantize | quant_peers.Peer]] = {
         "gptq, layer after layer, affine g64": replace(AFFINE, method="gptq", sequential=True),
         "awq, affine g64": replace(AFFINE, method="awq"),
         "best, inputs alike, affine g64": replace(AFFINE, importance="inputs"),
-        "best, K type": replace(AFFINE, scheme="k"),
     },
     "quant-kl-4.25": {
         "best, 4.25 bits shared out, symmetric": replace(SYMMETRIC, target_bits=4.25),
@@ -98,6 +97,11 @@ ROWS: dict[str, dict[str, recipe.Quantize | quant_peers.Peer]] = {
         "mlx nearest, affine g64": quant_peers.linears(quant_peers.mlx_affine, 3),
         **quant_peers.llama_both("Q3_K"),
         **quant_peers.llama_both("IQ3_S"),
+    },
+    # What a GGUF file of this model holds: Q5_0 where 256 does not divide a row.
+    "quant-kl-5.25": {
+        "best, K types of 4 bits": replace(AFFINE, scheme="k"),
+        **quant_peers.llama_both("Q4_K", otherwise="Q5_0"),
     },
     "quant-kl-5.5": {
         "best, 5.5 bits shared out, symmetric": replace(SYMMETRIC, target_bits=5.5),

@@ -107,20 +107,22 @@ def gguf_symmetric(weight: np.ndarray, bits: int, moment: Moment) -> np.ndarray:
     return quants.dequantize(quants.quantize(weight, kind), kind)
 
 
-def llama(kind: str, *, weighed: bool = False) -> Peer:
+def llama(kind: str, *, weighed: bool = False, otherwise: str = "") -> Peer:
     """llama.cpp's quantizer to a type, or Q8_0 for 8 bits.
 
-    `weighed`: by an importance matrix, the diagonal of X^T X, as its imatrix is. Blocks of 256 go
-    on into the next row where they do not divide one: the type's own bits, which a file of such a
-    model cannot have.
+    `weighed`: by an importance matrix, the diagonal of X^T X, as its imatrix is. Where blocks of
+    256 do not divide a row the type is `otherwise`, as in its files; without one they go on into
+    the next row, which no file can have: the type's own bits.
     """
 
     def peer(weight: np.ndarray, bits: int, moment: Moment) -> np.ndarray:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 
         number = GGMLQuantizationType["Q8_0" if bits == 8 else kind]
-        block, size = GGML_QUANT_SIZES[number]
         rows, columns = weight.shape
+        if otherwise and columns % GGML_QUANT_SIZES[number][0]:
+            number = GGMLQuantizationType[otherwise]
+        block, size = GGML_QUANT_SIZES[number]
         importance = np.tile(np.diag(moment()), rows) if weighed and bits != 8 else None
         if columns % block:
             rows, columns = 1, weight.size
@@ -138,10 +140,11 @@ def llama(kind: str, *, weighed: bool = False) -> Peer:
     return peer
 
 
-def llama_both(kind: str) -> dict[str, Peer]:
+def llama_both(kind: str, otherwise: str = "") -> dict[str, Peer]:
     """The type as it comes and by importance, with their labels."""
-    label = f"llama.cpp {kind}"
-    return {label: llama(kind), f"{label}, imatrix": llama(kind, weighed=True)}
+    label = f"llama.cpp {kind}" + (f" or {otherwise}" if otherwise else "")
+    plain, weighed = (llama(kind, weighed=w, otherwise=otherwise) for w in (False, True))
+    return {label: plain, f"{label}, imatrix": weighed}
 
 
 @cache

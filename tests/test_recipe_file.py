@@ -92,7 +92,12 @@ FAULTS = [
     ("steps = 10", 'schedule = "cosin"', '17: train.schedule: "cosin" is not', "mean cosine?"),
     ("[gates]", "[quantize]\nbits = 7\n[gates]", "20: quantize.bits: 7 is not", "2, 3, 4, 5"),
     ("steps = 10", "min_learning_rate = 2", "17: train.min_learning_rate: 2 is above", "below its"),
-    ("[gates]", "[quantize]\ntarget_bits = 4\n[gates]", "20: quantize.target_bits: bits", "best"),
+    (
+        "[gates]",
+        '[quantize]\nmethod = "rtn"\ntarget_bits = 4\n[gates]',
+        "21: quantize.target_bits: bits",
+        "best",
+    ),
     (
         "[gates]",
         '[quantize]\nmethod = "hqq"\nscheme = "symmetric"\n[gates]',

@@ -135,7 +135,11 @@ def write_speaking_model(folder: Path, dtype: str = "float32", **shape: Any) -> 
 
 def quantize_folder(model: Path, folder: Path, **settings: Any) -> Path:
     """The stage `quantize` alone, on a folder that no run made."""
-    recipe = Recipe(model=Model(source="x"), data=Data(source="x"), quantize=Quantize(**settings))
+    recipe = Recipe(
+        model=Model(source="x"),
+        data=Data(source="x"),
+        quantize=Quantize(**{"method": "rtn", **settings}),
+    )
     origin = Origin(stage="quantize", inputs={}, settings={}, versions={})
     inputs = {"model": model}
     job = Job(stage="quantize", recipe=recipe, inputs=inputs, folder=folder, origin=origin)
@@ -162,6 +166,7 @@ row_tokens = 64
 learning_rate = 0.01
 
 [quantize]
+method = "rtn"
 bits = 8
 group_size = 32
 embed_group_size = 32

@@ -10,7 +10,7 @@ from pippin.errors import PippinError
 from pippin.events import Event, Notice
 from pippin.lock import locked
 from pippin.plan import Plan
-from pippin.quantizers import QUANTIZERS
+from pippin.quantizers import CALIBRATED, QUANTIZERS
 from pippin.recipe import BUDGETS, Gates, Quantize, Recipe
 from pippin.recipe_limits import contradictions
 from pippin.run import Walk
@@ -62,6 +62,10 @@ def ways(plan: Plan, bits: Sequence[int]) -> Iterator[Way | Notice]:
         for number in bits:
             name = f"{method}-{number}"
             made: Any = {"method": method, "bits": number, **dict.fromkeys(BUDGETS)}
+            if method not in CALIBRATED:
+                made |= {"calibration": None, "recover_tokens": 0}
+            if method != "gptq":
+                made["sequential"] = False
             settings: Quantize = replace(own, **made)
             recipe = replace(plan.recipe, quantize=settings, gates=Gates())
             wrong = [text for key, text, _ in contradictions(recipe) if key[0] == "quantize"]

@@ -374,6 +374,28 @@ def test_seed_draws_the_rows(place: Path, tmp_path: Path) -> None:
     assert _bytes(tmp_path / "a") != _bytes(tmp_path / "c")
 
 
+def test_text_of_a_file_calibrates_in_the_place_of_rows(place: Path, tmp_path: Path) -> None:
+    text = "".join(f"{i} times {i} is {i * i}. " for i in range(60))
+    (tmp_path / "other.txt").write_text(text)
+    asked = replace(SETTINGS, calibration=str(tmp_path / "other.txt"))
+    step = next(s for s in make_steps(_recipe(place, asked)) if s.name == "quantize")
+    assert step.inputs["calibration"] == tmp_path / "other.txt"
+    origin = Origin(stage="quantize", inputs={}, settings={}, versions={})
+    made = Job(
+        stage="quantize",
+        recipe=_recipe(place, asked),
+        inputs={"model": place / "model", "calibration": step.inputs["calibration"]},
+        folder=tmp_path / "other",
+        origin=origin,
+    )
+    texts = [event.text for event in quantize(made) if isinstance(event, Notice)]
+    assert any("rows of other.txt" in told for told in texts)
+    _run(place, tmp_path / "own")
+    assert _bytes(tmp_path / "other") != _bytes(tmp_path / "own")
+    with pytest.raises(DataError, match="no file or folder"):
+        make_steps(_recipe(place, replace(asked, calibration="othr.txt")))
+
+
 def test_draw_stops_at_the_tokens() -> None:
     samples = [
         Sample(tokens=np.full(5, i, np.int32), scored=np.arange(5) > 0, row=i) for i in range(10)

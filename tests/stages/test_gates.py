@@ -37,6 +37,13 @@ def test_nan_and_unmeasured_miss():
     ]
 
 
+def test_an_adapter_that_gained_nothing_has_nothing_to_keep():
+    assert missed({"gain_kept": None}, Gates().quantized) == []
+    assert missed({"gain_kept": 0.94}, Gates().quantized) == [
+        "gain kept 0.940 < min_gain_kept 0.95"
+    ]
+
+
 def test_all_misses_come_in_one_error_with_a_way_out():
     gates = Gates(quantized=Gate(max_kl=0.01, min_top1=0.9))
     with pytest.raises(GateError) as caught:

@@ -42,7 +42,7 @@ def _job(place: Path, stage: str, model: str, out: Path, **asked: Any) -> Job:
         model=Model(source="model", device="cpu", dtype="float32"),
         data=Data(source="rows", max_seq_len=64),
         train=Train(steps=2, row_tokens=64, checkpoint_every=2, spike=0.0),
-        quantize=Quantize(bits=3, group_size=32, embed_group_size=32),
+        quantize=Quantize(method="rtn", bits=3, group_size=32, embed_group_size=32),
         qat=Qat(**{"steps": 6, "learning_rate": 1e-2, **asked}),
         seed=3,
         folder=place,

@@ -3,7 +3,7 @@
 import difflib
 import hashlib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -53,6 +53,19 @@ def load_split(data: Data, folder: Path, split: Split) -> list[Row]:
     if split in shared:
         rows = part_of(rows, split, shared)
     return rows[: data.max_rows] if split == "train" else rows
+
+
+def locate_file(name: str, folder: Path) -> Path:
+    """A file of rows or text; relative paths start at `folder`. Raises DataError without one."""
+    path = _locate(name, folder)
+    if not path.is_file():
+        raise DataError(f"{path} is a folder", "name one of its files")
+    return path
+
+
+def load_file(path: Path, data: Data) -> list[Row]:
+    """All rows of one file, in the format that its first row tells."""
+    return _read_rows((path,), replace(data, format="auto"))
 
 
 def find_splits(data: Data, folder: Path) -> dict[str, Path | str]:

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from pippin import memory
 from pippin.data.batches import Batch, Sample, single_batches
 from pippin.data.chat import tokenize
-from pippin.data.dataset import load_split
+from pippin.data.dataset import load_file, load_split
+from pippin.data.shapes import Row
 from pippin.engines import LayerLoader, LossWeigher, Observed
 from pippin.errors import DataError, ModelError
 from pippin.job import Job
@@ -134,11 +135,11 @@ def calibrate(job: Job, checkpoint: Tensors, *, large: bool = False) -> Calibrat
     Raises DataError where there is none.
     """
     recipe, folder = job.recipe, job.inputs["model"]
-    rows = load_split(recipe.data, recipe.folder, "train")
+    rows, kind = _rows(job)
     tokenized = tokenize(rows, load_tokenizer(folder), recipe.data)
     if not tokenized.samples:
         raise DataError(
-            f"none of the {len(rows)} training rows can be read for calibration",
+            f"none of the {len(rows)} {kind} can be read for calibration",
             'quantize.method = "mse" does without',
         )
     asked_tokens = recipe.quantize.calibration_tokens
@@ -149,7 +150,7 @@ def calibrate(job: Job, checkpoint: Tensors, *, large: bool = False) -> Calibrat
     model, by_layer = _load(job, checkpoint, large)
     asked = CALIBRATED[recipe.quantize.method].by_loss and recipe.quantize.importance == "loss"
     by_loss = asked and isinstance(model, LossWeigher)
-    notices = _notices(samples, tokens, asked_tokens)
+    notices = _notices(f"{len(samples):,} {kind}", tokens, asked_tokens)
     if asked and not by_loss:
         notices += (f"engine {recipe.model.engine} has no gradients of inputs: all count alike",)
     if by_layer:
@@ -167,6 +168,14 @@ def calibrate(job: Job, checkpoint: Tensors, *, large: bool = False) -> Calibrat
         seed=recipe.seed,
         further=tuple(more[len(samples) :]),
     )
+
+
+def _rows(job: Job) -> tuple[list[Row], str]:
+    """What is read, and what it is called."""
+    recipe, file = job.recipe, job.inputs.get("calibration")
+    if file is None:
+        return load_split(recipe.data, recipe.folder, "train"), "training rows"
+    return load_file(file, recipe.data), f"rows of {file.name}"
 
 
 def _load(job: Job, checkpoint: Tensors, large: bool) -> tuple[Observed, bool]:
@@ -201,8 +210,8 @@ def draw(samples: list[Sample], tokens: int, seed: int) -> list[Sample]:
     return drawn
 
 
-def _notices(samples: list[Sample], tokens: int, wanted: int) -> tuple[str, ...]:
-    text = f"calibrated on {tokens:,} tokens of {len(samples):,} training rows"
+def _notices(rows: str, tokens: int, wanted: int) -> tuple[str, ...]:
+    text = f"calibrated on {tokens:,} tokens of {rows}"
     if tokens < wanted:
         return (f"{text}, all there are; quantize.calibration_tokens asks for {wanted:,}",)
     return (text,)

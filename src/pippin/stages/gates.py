@@ -47,7 +47,10 @@ def limits(gate: Gate) -> dict[str, float]:
 
 
 def missed(scores: Mapping[str, Any], gate: Gate) -> list[str]:
-    """Every missed limit in words; a limit on what was not measured counts as missed."""
+    """Every missed limit in words; a limit on what was not measured counts as missed.
+
+    But for one on an adapter's gain where there was none to keep, which the evaluation tells.
+    """
     found = (_missed(scores, limit, bound) for limit, bound in limits(gate).items())
     return [text for text in found if text]
 
@@ -58,6 +61,8 @@ def _missed(scores: Mapping[str, Any], limit: str, bound: float) -> str | None:
     # On a few rows chance decides how many are answered: the parent's figure on these is enough.
     fair = scores.get("same_rows", {}).get(key)
     bound = bound if fair is None else min(bound, round(fair - SLACK, decimals))
+    if value is None and key == "gain_kept":
+        return None
     if value is None:
         return f"{name} was not measured, {limit} is {bound}"
     # Written so that a NaN misses every limit.
