@@ -454,7 +454,7 @@ def test_scores_that_are_not_there_are_none(tmp_path):
 
 
 def test_rows_longer_than_the_models_positions_are_refused_with_both_numbers(world):
-    with pytest.raises(DataError, match="the model's 64 positions: .*; the longest has 9"):
+    with pytest.raises(DataError, match=r"the model's 64 positions: .*; the longest has 9"):
         within(replace_sample(world, 90), world.recipe, 64)
 
 

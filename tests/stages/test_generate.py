@@ -1,7 +1,7 @@
 """Speaking: what is found in a folder, where answers stop, what is kept of a conversation."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,12 +11,12 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from pippin.artifact import Origin, writing
+from pippin.artifact import Origin, digest, writing
 from pippin.engines import Sampling
 from pippin.errors import DataError, ModelError, UsageError
 from pippin.model.adapter import Base, save_adapter
 from pippin.model.tokenizer import load_tokenizer
-from pippin.recipe import Data, Lora, Model, Recipe
+from pippin.recipe import Data, Deploy, Lora, Model, Qat, Recipe
 from pippin.stages import loading
 from pippin.stages.generate import Conversation, Speaker, load_speaker
 from pippin.stages.newest import find
@@ -171,8 +171,9 @@ def test_a_model_without_a_template_takes_prompts_and_no_conversation(tmp_path):
         list(speaker.say([{"role": "user", "content": "hi"}], Sampling(max_tokens=5)))
 
 
-def stage(folder: Path, files: dict[str, str]) -> Path:
-    origin = Origin(stage=folder.name, inputs={}, settings={}, versions={})
+def stage(folder: Path, files: dict[str, str], model: Path | None = None) -> Path:
+    inputs = {"model": digest(model)} if model else {}
+    origin = Origin(stage=folder.name, inputs=inputs, settings={}, versions={})
     with writing(folder, origin, {}) as partial:
         for name, text in files.items():
             (partial / name).write_text(text)
@@ -195,13 +196,31 @@ def test_the_furthest_stage_of_a_run_speaks(run, tmp_path):
     assert find(run, base).title == f"quantized model {quantized}"
     trained = stage(run / "qat", {"config.json": "{}"})
     assert find(run, base).inputs == {"model": trained}
-    assert find(run, base, qat=False).inputs == {"model": quantized}
     (run / "qat").rename(tmp_path / "qat")
     (run / "deploy-executorch").mkdir()
     assert find(run, base).inputs == {"model": quantized}
     (run / "deploy-executorch").rmdir()
     bundle = stage(run / "deploy-executorch", {"deploy.json": "{}"})
     assert find(run, base).inputs == {"bundle": bundle}
+
+
+def test_what_a_run_has_moved_on_from_is_silent(run):
+    """[qat] switched on and off again, weights made again, a target no longer asked for."""
+    quantized = stage(run / "quantize", {"config.json": "{}"})
+    trained = stage(run / "qat", {"config.json": "{ }"}, quantized)
+    stage(run / "evaluate-quantized", {"scores.json": "{}"}, trained)
+    bundle = stage(run / "deploy-gguf", {"deploy.json": "{}"}, trained)
+    assert find(run).inputs == {"bundle": bundle}
+    stage(run / "evaluate-quantized", {"scores.json": "{}"}, quantized)
+    assert find(run).inputs == {"model": quantized}
+    bundle = stage(run / "deploy-gguf", {"deploy.json": "{}"}, quantized)
+    assert find(run).inputs == {"bundle": bundle}
+    recipe = Recipe(model=Model(source="x"), data=Data(source="x"))
+    assert find(run, recipe=recipe).inputs == {"model": quantized}
+    tuned = find(run, recipe=replace(recipe, qat=Qat(steps=1), deploy=Deploy(targets=("gguf",))))
+    assert tuned.inputs == {"model": trained}
+    stage(run / "quantize", {"config.json": "{  }"})
+    assert find(run).inputs == {"model": quantized}
 
 
 def test_a_fetched_base_speaks_before_anything_is_made(run):

@@ -155,7 +155,7 @@ def load_speaker(
     ModelError where nothing speaks, or an adapter was trained on another base.
     """
     adapter = locate_adapter(recipe.model, recipe.folder) if recipe else None
-    found = find(folder, base, adapter, qat=recipe is None or recipe.qat.steps > 0)
+    found = find(folder, base, adapter, recipe)
     if "adapter" in found.inputs:
         model_digest = artifact.digest(found.inputs["model"])
         loaded = load_adapter(found.inputs["adapter"])

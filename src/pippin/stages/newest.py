@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pippin import artifact
 from pippin.errors import ModelError
-from pippin.recipe import DEVICE_ONLY
+from pippin.recipe import DEVICE_ONLY, Recipe
 from pippin.stages.loading import DEPLOY_FILE
 
 ADAPTER_FILE = "adapter_config.json"
@@ -28,13 +28,16 @@ class Found:
 
 
 def find(
-    folder: Path, base: Path | None = None, adapter: Path | None = None, *, qat: bool = True
+    folder: Path,
+    base: Path | None = None,
+    adapter: Path | None = None,
+    recipe: Recipe | None = None,
 ) -> Found:
     """What speaks from `folder`; `base` is the model under an adapter, or of a run just begun.
 
-    `adapter` is one that the run did not train itself; scales that it trained count where `qat`.
-    Raises ModelError where nothing does, or an
-    adapter's base is not on disk.
+    `adapter` is one that the run did not train itself. What `recipe` no longer asks for is passed
+    over; without one, what the run itself has moved on from. Raises ModelError where nothing
+    speaks, or an adapter's base is not on disk.
     """
     if (folder / DEPLOY_FILE).is_file():
         return Found(inputs={"bundle": folder}, title=f"deployed model {folder}")
@@ -43,13 +46,11 @@ def find(
         return Found(inputs={"model": model, "adapter": folder}, title=f"adapter {folder}")
     if (folder / MODEL_FILE).is_file():
         return Found(inputs={"model": folder}, title=f"model {folder}")
-    return _newest(folder, base, adapter, qat=qat)
+    return _newest(folder, base, adapter, recipe)
 
 
-def _newest(run: Path, base: Path | None, adapter: Path | None, *, qat: bool) -> Found:
-    for title, folder in _furthest_first(run, adapter):
-        if folder.name == "qat" and not qat:
-            continue  # of another recipe, left from before
+def _newest(run: Path, base: Path | None, adapter: Path | None, recipe: Recipe | None) -> Found:
+    for title, folder in _furthest_first(run, adapter, recipe):
         if folder == adapter or artifact.read_manifest(folder) is not None:
             return Found(inputs=find(folder, base).inputs, title=f"{title} {folder}")
     if base is not None and (base / MODEL_FILE).is_file():
@@ -66,15 +67,35 @@ def _newest(run: Path, base: Path | None, adapter: Path | None, *, qat: bool) ->
     )
 
 
-def _furthest_first(run: Path, adapter: Path | None) -> Iterator[tuple[str, Path]]:
+def _furthest_first(
+    run: Path, adapter: Path | None, recipe: Recipe | None
+) -> Iterator[tuple[str, Path]]:
+    trained = recipe.qat.steps > 0 if recipe else _uses_qat(run)
+    small = run / ("qat" if trained else "quantize")
     for bundle in sorted(run.glob("deploy-*")):
-        if bundle.name.removeprefix("deploy-") not in DEVICE_ONLY:
+        target = bundle.name.removeprefix("deploy-")
+        asked = recipe is None or target in recipe.deploy.targets
+        if asked and target not in DEVICE_ONLY and _made_from(bundle, small):
             yield "deployed model", bundle
-    yield "quantized model", run / "qat"
+    yield "quantized model", small
     yield "quantized model", run / "quantize"
     yield "merged model", run / "merge"
     yield "tuned model", adapter or run / "train"
     yield "base model", run / "model"
+
+
+def _uses_qat(run: Path) -> bool:
+    """Whether the run's `qat` is of its `quantize`, and that one was not measured instead since."""
+    if artifact.read_manifest(run / "qat") is None:
+        return False
+    measured = _made_from(run / "evaluate-quantized", run / "qat")
+    return measured and _made_from(run / "qat", run / "quantize")
+
+
+def _made_from(folder: Path, model: Path) -> bool:
+    """Whether `folder` was made from what `model` holds, as far as both are still there."""
+    made = (artifact.read_manifest(folder) or {}).get("inputs", {}).get("model")
+    return made is None or not model.is_dir() or made == artifact.digest(model)
 
 
 def _base_of(adapter: Path) -> Path:
