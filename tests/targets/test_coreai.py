@@ -12,10 +12,12 @@ from tests.targets.tiny_quantized import CHANNEL, LINEAR, write_folder
 
 from pippin.engines import Sampling
 from pippin.errors import ModelError, PippinError
+from pippin.model.quantized import DenseView
 from pippin.quantizers import Grid
 from pippin.recipe import Quantize
 from pippin.targets import load_target
 from pippin.targets.agreement import compare, load_parent, require
+from pippin.targets.folder import Folder
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("coreai_torch")
@@ -79,6 +81,22 @@ def test_codes_are_stored_once_and_packed(bundle, source):
     folder = (source / "model.safetensors").stat().st_size
     found = json.loads((bundle / "deploy.json").read_text())["size_bytes"]
     assert found < 1.25 * folder + 400_000  # the program
+
+
+@pytest.mark.parametrize(
+    "grid",
+    [
+        Grid(bits=4, group_size=32, symmetric=False),
+        Grid(bits=3, group_size=32, symmetric=True),
+        CHANNEL,
+    ],
+)
+def test_a_matrix_expands_to_the_quantized_weights_bit_for_bit(quantized, grid):
+    from pippin.targets.coreai.parts import Matrix
+
+    place, name = quantized("llama", lambda module: grid), "model.layers.1.mlp.gate_proj"
+    made = Matrix(Folder(place).affine(name))().numpy()
+    np.testing.assert_array_equal(made, DenseView(place).read(f"{name}.weight"))
 
 
 def test_another_model_s_figures_are_refused(model, tmp_path):

@@ -8,8 +8,9 @@ import pytest
 from tests.targets.tiny_quantized import CHANNEL, KINDS, LINEAR, usual
 
 from pippin.errors import ModelError
-from pippin.model.quantized import dense_tensors
+from pippin.model.quantized import DenseView, dense_tensors
 from pippin.quantizers import Grid
+from pippin.targets.folder import Folder
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("executorch")
@@ -82,6 +83,17 @@ def test_other_grids_are_read_exactly(quantized, choose):
     torch.testing.assert_close(
         our_logits(folder, ids), peer_logits(folder, ids), atol=1e-4, rtol=1e-4
     )
+
+
+@pytest.mark.parametrize("grid", [LINEAR, CHANNEL])
+def test_what_the_file_holds_expands_to_the_quantized_weights_bit_for_bit(quantized, grid):
+    from pippin.targets.executorch.folder import linear_codes
+
+    place, name = quantized("llama", lambda module: grid), "model.layers.1.mlp.gate_proj"
+    found = linear_codes(Folder(place), name)
+    groups_OGS = found.codes_OD.float().unflatten(-1, (found.scales_OG.shape[-1], -1))
+    made = (groups_OGS * found.scales_OG[..., None]).flatten(-2).numpy()
+    np.testing.assert_array_equal(made, DenseView(place).read(f"{name}.weight"))
 
 
 @pytest.mark.parametrize(
