@@ -3,13 +3,33 @@
 Shape letters: B rows, V vocabulary.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pippin.engines import Sampling
+
+
+class Group(Protocol):
+    """Rows that decode together."""
+
+    def step(self) -> Iterable[tuple[int, int]]:
+        """(row, token) of every row that has not ended."""
+        ...
+
+
+def in_step(groups: Sequence[Group], rows: int, steps: int) -> Iterator[list[int | None]]:
+    """Each step's token of every row, None for one that has ended; ends when all have."""
+    for _ in range(steps):
+        tokens: list[int | None] = [None] * rows
+        for group in groups:
+            for row, token in group.step():
+                tokens[row] = token
+        if all(token is None for token in tokens):
+            return
+        yield tokens
 
 
 def sample(logits_BV: NDArray[Any], draws: Sequence[float], sampling: Sampling) -> list[int]:

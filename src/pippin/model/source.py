@@ -68,28 +68,21 @@ def locate_adapter(model: recipe.Model, folder: Path) -> Path | None:
 
     Raises ModelError for one that is not there.
     """
-    if model.adapter is None:
-        return None
-    path = folder / Path(model.adapter).expanduser()
-    if not (path / ADAPTER_CONFIG).is_file():
-        raise ModelError(
-            f"{path} is no adapter: it has no {ADAPTER_CONFIG}",
-            "model.adapter is a PEFT folder and starts at the recipe's folder",
-        )
-    return path
+    what = f"no adapter: it has no {ADAPTER_CONFIG}", "model.adapter is a PEFT folder"
+    return _holding(ADAPTER_CONFIG, model.adapter, folder, what)
 
 
 def locate_adapter_base(model: recipe.Model, folder: Path) -> Path | None:
     """The model folder that `model.adapter_base` names, likewise."""
-    if model.adapter_base is None:
-        return None
-    path = folder / Path(model.adapter_base).expanduser()
-    if not (path / CONFIG).is_file():
-        raise ModelError(
-            f"{path} is no model folder: it has no {CONFIG}",
-            "model.adapter_base is a folder and starts at the recipe's folder",
-        )
-    return path
+    what = f"no model folder: it has no {CONFIG}", "model.adapter_base is a model's folder"
+    return _holding(CONFIG, model.adapter_base, folder, what)
+
+
+def _holding(file: str, named: str | None, folder: Path, what: tuple[str, str]) -> Path | None:
+    path = folder / Path(named or "").expanduser()
+    if named is not None and not (path / file).is_file():
+        raise ModelError(f"{path} is {what[0]}", f"{what[1]} and starts at the recipe's folder")
+    return path if named is not None else None
 
 
 def check_folder(folder: Path, trust_remote_code: bool) -> None:

@@ -20,7 +20,7 @@ from mlx_lm.models.cache import (
 from pippin.engines import Sampling, Tokens
 from pippin.engines.mlx.body import Loaded, close, hidden_states, probe_tokens
 from pippin.engines.mlx.probe import FAULTS
-from pippin.engines.sampling import sample
+from pippin.engines.sampling import in_step, sample
 from pippin.errors import ModelError
 
 
@@ -48,14 +48,7 @@ def generate(
         _Group(_Decoder(loaded, [prompts[n] for n in numbers], how), numbers, sampling)
         for numbers in ([rows] if how.batched else [[row] for row in rows])
     ]
-    for _ in range(sampling.max_tokens):
-        step: list[int | None] = [None] * len(prompts)
-        for group in groups:
-            for row, token in group.step():
-                step[row] = token
-        if all(token is None for token in step):
-            return
-        yield step
+    yield from in_step(groups, len(prompts), sampling.max_tokens)
 
 
 def quantized_decoding(loaded: Loaded, bits: int) -> Decoding:

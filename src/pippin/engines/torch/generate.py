@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from pippin.engines import Sampling, Tokens
+from pippin.engines.sampling import in_step
 from pippin.engines.torch.body import cache_argument, close
 from pippin.engines.torch.replay import Replay, fits
 
@@ -25,14 +26,7 @@ def generate(
         return
     assert all(len(prompt) for prompt in prompts), "a prompt has at least one token"
     groups = [_Group(network, prompts, rows, sampling) for rows in _groups(network, prompts)]
-    for _ in range(sampling.max_tokens):
-        step: list[int | None] = [None] * len(prompts)
-        for group in groups:
-            for row, token in group.step():
-                step[row] = token
-        if all(token is None for token in step):
-            return
-        yield step
+    yield from in_step(groups, len(prompts), sampling.max_tokens)
 
 
 def _groups(network: PreTrainedModel, prompts: Sequence[Tokens]) -> list[list[int]]:
