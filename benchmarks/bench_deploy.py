@@ -1,19 +1,22 @@
 """Seconds to make each deployed file of the built-in model, its size, and how fast it answers here.
 
-Every file is made from one quantized folder (4-bit symmetric in groups of 32, the embedding 8-bit
-per channel), which this script makes by rounding to nearest unless `--quantized` gives one. The
-seconds include the target's own check; `written` in the notes is when the file stood, `cpu` the
-seconds of CPU time. Tokens a second of CPU time are those of the deployed file's scorer: for `gguf`
-that is llama.cpp where llama-cpp-python is installed, else PyTorch over the file's tensors. There,
-ExecuTorch's decoding is compared with llama.cpp's Q4_0 of the same codes, one thread each.
+Every file is made from one quantized folder (4-bit symmetric in groups of 32 with searched scales,
+the embedding 8-bit per channel), which this script makes unless `--quantized` gives one; `--model`
+says which model that is, where it is not the built-in one. The seconds include the target's own
+check, whose figures are in the notes of the row `top1-`; `written` in the notes is when the file
+stood, `cpu` the seconds of CPU time. Tokens a second of CPU time are those of the deployed file's
+scorer: for `gguf` that is llama.cpp where llama-cpp-python is installed, else PyTorch over the
+file's tensors. There, ExecuTorch's decoding is compared with llama.cpp's Q4_0 of the same codes,
+one thread each.
 """
 
+import json
 import multiprocessing
 import resource
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,7 +33,8 @@ from pippin.recipe import DEVICE_ONLY
 from pippin.stages.fetch import fetch
 from pippin.stages.quantize import quantize
 from pippin.stages.shipped import bundle_bytes
-from pippin.targets import TARGETS, Bundle, load_target
+from pippin.targets import TARGETS, Bundle, gate, load_target
+from pippin.targets.bundle import DESCRIPTION
 from pippin.targets.gguf.llama_cpp import LlamaCppModel, is_installed
 
 CONTEXT, TOKENS = 512, 32
@@ -38,8 +42,15 @@ CONTEXT, TOKENS = 512, 32
 NAMES = {"executorch": "pte", "executorch-mlx": "mlx-delegate"}
 PROMPT = "The capital of France is"
 GRID = recipe.Quantize(
-    bits=4, group_size=32, scheme="symmetric", embed_group_size=0, embed_scheme="symmetric"
+    method="mse",
+    bits=4,
+    group_size=32,
+    scheme="symmetric",
+    embed_group_size=0,
+    embed_scheme="symmetric",
 )
+# Of a check, in the notes.
+FIGURES = ("prompts", "of_prompts", "mean_kl", "greedy_equal", "greedy_tokens", "max_difference")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,30 +67,36 @@ def main() -> None:
     """Print the rows of the asked targets."""
     parser = common.arguments(__doc__ or "")
     parser.add_argument("--quantized", type=Path, help="a quantized folder that is there already")
+    parser.add_argument("--model", help="what the quantized folder is, for the rows' names")
     parser.add_argument("--target", choices=TARGETS, action="append", help="only these")
+    parser.add_argument("--gate-seconds", type=float, help="how long a check takes up prompts")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         quantized = asked.quantized or make_quantized(Path(place))
         rows = [
             row
             for target in asked.target or TARGETS
-            for row in measure(target, quantized, Path(place) / target)
+            for row in measure(target, quantized, Path(place) / target, asked.gate_seconds)
         ]
-    common.report(rows, asked.save)
+    of_model = f"-{asked.model}" if asked.model else ""
+    common.report([replace(row, name=row.name + of_model) for row in rows], asked.save)
 
 
-def measure(target: str, quantized: Path, folder: Path) -> list[common.Row]:
-    """Seconds, memory, megabytes and tokens a second of one target."""
+def measure(
+    target: str, quantized: Path, folder: Path, gate_seconds: float | None
+) -> list[common.Row]:
+    """Seconds, memory, megabytes, agreement and tokens a second of one target."""
     folder.mkdir()
     name = NAMES.get(target, target)
     # A process of its own: its peak is this export's.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        made = pool.submit(make, target, quantized, folder).result()
+        made = pool.submit(make, target, quantized, folder, gate_seconds).result()
     size, notes = bundle_bytes(folder) / 1e6, {"cpu": made.cpu, "written": made.written}
     rows = [
         _row(f"export-{name}-seconds", made.wall, "s", notes=notes),
         _row(f"export-{name}-memory", made.peak / 1e9, "GB"),
         _row(f"export-{name}-megabytes", size, "MB"),
+        _agreement(name, json.loads((folder / DESCRIPTION).read_text())),
     ]
     if target in DEVICE_ONLY:
         return rows
@@ -90,8 +107,9 @@ def measure(target: str, quantized: Path, folder: Path) -> list[common.Row]:
     return [*rows, *_decode(target, scorer, quantized, folder)]
 
 
-def make(target: str, quantized: Path, folder: Path) -> Made:
+def make(target: str, quantized: Path, folder: Path, gate_seconds: float | None) -> Made:
     """Make a bundle, its check included."""
+    gate.SECONDS = gate_seconds or gate.SECONDS
     start, cpu, written = time.perf_counter(), time.process_time(), 0.0
     for event in load_target(target).write(
         Bundle(quantized=quantized, folder=folder, context=CONTEXT)
@@ -120,6 +138,13 @@ def make_quantized(folder: Path) -> Path:
         for _ in function(job):
             pass
     return folder / "quantize"
+
+
+def _agreement(name: str, description: dict[str, Any]) -> common.Row:
+    check = description["check"]
+    notes = {key: check[key] for key in FIGURES if key in check}
+    notes |= {"runtime": description["runtime"], "eager": check.get("eager")}
+    return _row(f"top1-{name}", check.get("top1", 0), "of likeliest tokens", "higher", notes=notes)
 
 
 def _decode(target: str, scorer: Scorer, quantized: Path, folder: Path) -> list[common.Row]:
@@ -174,7 +199,13 @@ def _peer_speed(quantized: Path) -> float:
 def _row(
     name: str, value: float, unit: str, better: Literal["higher", "lower"] = "lower", **more: Any
 ) -> common.Row:
-    return common.Row(name=name, value=round(value, 2), unit=unit, better=better, **more)
+    return common.Row(
+        name=name,
+        value=round(value, 4 if name.startswith("top1") else 2),
+        unit=unit,
+        better=better,
+        **more,
+    )
 
 
 if __name__ == "__main__":

@@ -34,7 +34,8 @@ def test_a_subgraph_a_layer_and_codes_stored_once_each(bundle):
     assert found["shared_bytes"] >= 49152 * 576
     # Means over all tokens. One greedy token is not determined: float32 noise of 3e-7 after every
     # norm changed the token after "The capital of France is" in 3 of 16 eager runs.
-    assert found["check"]["mean_kl"] <= 2 * found["check"]["nudged_kl"]
+    eager = found["check"]["eager"]
+    assert eager["mean_kl"] <= 2 * eager["nudged_kl"]
 
 
 def test_executorchs_own_runner_answers_alike(bundle):

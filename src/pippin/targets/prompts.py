@@ -15,7 +15,7 @@ from pippin.model.tokenizer import Tokenizer
 
 LONGEST = 512
 # The first ones stand for all: Chinese, a chat, special tokens, code, a system message, prose.
-FEW, FEWER = 6, 4
+FEW = 6
 
 
 def gate_prompts(

@@ -1,45 +1,43 @@
-"""Proves a .pte against the same quantized program in eager torch: same numbers, same tokens.
+"""Proves a .pte against the same quantized program in eager torch, beside the gate of all targets.
 
 Activations are rounded to int8 in front of every linear, so a difference in a sum's last bit can
 move a code by a step, and each step moves others: in a deep model two runs that differ in nothing
 but the order of a sum end apart by as much as the rounding itself. How far is measured beside the
 file, by nudging the eager program; the file may not differ by more than that.
 
-Shape letters: T tokens, V vocab.
+Shape letters: B batch (1), T tokens, V vocab, D hidden, N runs: the program and its nudged ones.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pippin.engines import Sampling
 from pippin.errors import PippinError
-from pippin.targets.decoder import Decoder, Weights
+from pippin.targets.decoder import Weights
 from pippin.targets.executorch.runtime import PteModel
 from pippin.targets.native_log import without_harmless_lines
-from pippin.targets.stepping import log_softmax
 
 # Relative size of the nudge: above float32's own rounding, far below a step of int8.
 NUDGE, NUDGES = 1e-5, 2
-GREEDY_TOKENS = 16
 # Allowed over the nudged program: factor and offset of the KL, share of top-1 tokens.
 KL_FACTOR, KL_OFFSET, TOP1_SLACK = 2.0, 1e-3, 0.05
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figures:
-    """Means over all tokens of all prompts; KL in nats a token, differences of logits.
+    """Means over all tokens of all rows; KL in nats a token, differences of logits.
 
-    `nudged_*` compare the eager program with itself after a nudge. `prefill_kl` compares a prompt
-    taken at once with the same prompt token by token, both in the file. `greedy_equal` counts the
-    file's greedy tokens up to the first that eager torch would not have chosen.
+    `nudged_*` compare the eager program with itself after a nudge. `prefill_kl` compares a row
+    taken at once with the same row token by token, both in the file. `median_difference` is the
+    median over tokens of the median over the vocabulary.
     """
 
-    prompts: int
+    rows: int
     tokens: int
     mean_kl: float
     nudged_kl: float
@@ -48,110 +46,108 @@ class Figures:
     prefill_kl: float
     max_difference: float
     median_difference: float
-    greedy_equal: int
-    greedy_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Row:
-    expected_TV: NDArray[np.float32]
-    nudged_TV: list[NDArray[np.float32]]
-    found_TV: NDArray[np.float32]
-    prefill_V: NDArray[np.float32]
-    prompt: int
-    answer: list[int]
+    """One row's figures a token, and where it was taken at once."""
+
+    kl_T: Tensor
+    nudged_kl_T: Tensor
+    equal_T: Tensor
+    nudged_equal_T: Tensor
+    difference_T: Tensor
+    max_difference: float
+    prefill_kl: float
 
 
-def check(model: PteModel, weights: Weights, prompts: Sequence[Sequence[int]]) -> Figures:
-    """Compare prefill and decode of the file with eager torch on each prompt and its answer.
+class CheckedModel(PteModel):
+    """A .pte that is compared with eager torch on every row whose logits are asked for."""
 
-    Raises PippinError, with the figures, where they differ by more than rounding.
+    def __init__(self, path: Path, weights: Weights) -> None:
+        super().__init__(path, weights.shape.context)
+        self._weights = weights
+        self._rows: list[_Row] = []
+
+    def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """Logits after every token of one row, (T, V), a step each."""
+        found_TV, prefill_V = super().logits(tokens), self.last_logits(tokens, 0)
+        eager_NTV = eager_logits(self._weights, tokens, NUDGES)
+        self._rows.append(_compare(eager_NTV, *map(torch.from_numpy, (found_TV, prefill_V))))
+        return found_TV
+
+    def figures(self) -> Figures:
+        """The file beside eager torch; PippinError where they differ by more than rounding."""
+        figures = _figures(self._rows)
+        kl_limit = KL_FACTOR * figures.nudged_kl + KL_OFFSET
+        top1_limit = figures.nudged_top1 - TOP1_SLACK
+        # Written so that a figure that is not a number fails.
+        kept = figures.mean_kl <= kl_limit and figures.top1 >= top1_limit
+        if not (kept and figures.prefill_kl <= 2 * kl_limit):
+            measured = ", ".join(f"{name} {value:.4g}" for name, value in asdict(figures).items())
+            raise PippinError(
+                f"executorch: the .pte does not compute what its program does: {measured}",
+                f"mean_kl may be {kl_limit:.4g}, prefill_kl twice that, top1 no less than "
+                f"{top1_limit:.4g}; use the versions of executorch and torch that pippin names",
+            )
+        return figures
+
+
+def eager_logits(weights: Weights, tokens: Sequence[int], nudges: int = 0) -> Tensor:
+    """Logits after every token, (N, T, V) float32: the exported program's, then nudged ones'.
+
+    The runs go through a layer together, which expands its weights once. A row begins at 0, so all
+    layers and runs share one cache.
     """
-    figures = _figures([_run(model, weights, list(prompt)) for prompt in prompts])
-    kl_limit = KL_FACTOR * figures.nudged_kl + KL_OFFSET
-    top1_limit = figures.nudged_top1 - TOP1_SLACK
-    # Written so that a figure that is not a number fails.
-    kept = figures.mean_kl <= kl_limit and figures.top1 >= top1_limit
-    if not (kept and figures.prefill_kl <= 2 * kl_limit):
-        measured = ", ".join(f"{name} {value:.4g}" for name, value in asdict(figures).items())
-        raise PippinError(
-            f"executorch: the .pte does not compute what the quantized model does: {measured}",
-            f"mean_kl may be {kl_limit:.4g}, prefill_kl twice that, top1 no less than "
-            f"{top1_limit:.4g}; use the versions of executorch and torch that pippin names",
-        )
-    return figures
-
-
-def eager_logits(weights: Weights, tokens: Sequence[int]) -> NDArray[np.float32]:
-    """Logits after every token, (T, V) float32, of the program that was exported."""
+    length, runs, shape = len(tokens), 1 + nudges, weights.shape
     with torch.no_grad(), without_harmless_lines():
-        ids_BT = torch.tensor([list(tokens)], dtype=torch.long)
-        return Decoder(weights, every=True)(ids_BT, torch.tensor([0]))[0].numpy()
+        ids_BT = torch.tensor([[int(token) for token in tokens]])
+        x_BTD, where = weights.entry(ids_BT, torch.tensor([0]))
+        x_BTD = torch.cat([x_BTD, *(_nudged(x_BTD, seed) for seed in range(nudges))], 1)
+        cache = weights.parts.cache(shape)
+        for layer, (rope, place) in zip(weights.layers, where, strict=True):
+            heads = layer.before(x_BTD, tuple(part.repeat(1, runs, 1, 1) for part in rope))
+            of_runs = zip(*(part.split(length, 1) for part in heads), strict=True)
+            mixed_BTHC = torch.cat([cache(*qkv, place) for qkv in of_runs], 1)
+            x_BTD = layer.after(x_BTD, mixed_BTHC)
+        return weights.exit(x_BTD).view(runs, length, -1)
 
 
-def _run(model: PteModel, weights: Weights, prompt: list[int]) -> _Row:
-    room = min(GREEDY_TOKENS, weights.shape.context - len(prompt))
-    steps = model.generate([np.array(prompt)], Sampling(max_tokens=room))
-    answer = [int(step[0]) for step in steps if step[0] is not None]
-    row = prompt + answer
-    return _Row(
-        expected_TV=eager_logits(weights, row),
-        nudged_TV=[_nudged_logits(weights, row, seed) for seed in range(NUDGES)],
-        found_TV=model.logits(row),
-        prefill_V=model.last_logits(prompt, 0),
-        prompt=len(prompt),
-        answer=answer,
-    )
-
-
-def _nudged_logits(weights: Weights, row: list[int], seed: int) -> NDArray[np.float32]:
+def _nudged(x_BTD: Tensor, seed: int) -> Tensor:
     random = torch.Generator().manual_seed(seed)
+    return x_BTD * (1 + NUDGE * torch.randn(x_BTD.shape, generator=random))
 
-    def nudge(module: torch.nn.Module, inputs: tuple[Tensor, ...], out_BTD: Tensor) -> Tensor:
-        return out_BTD * (1 + NUDGE * torch.randn(out_BTD.shape, generator=random))
 
-    hook = weights.entry.embedding.register_forward_hook(nudge)
-    try:
-        return eager_logits(weights, row)
-    finally:
-        hook.remove()
+def _compare(eager_NTV: Tensor, found_TV: Tensor, prefill_V: Tensor) -> _Row:
+    expected_TV, *nudged = eager_NTV.log_softmax(-1)
+    said_TV, best_T = found_TV.log_softmax(-1), expected_TV.argmax(-1)
+    difference_TV = (found_TV - eager_NTV[0]).abs()
+    return _Row(
+        kl_T=_kl(expected_TV, said_TV),
+        nudged_kl_T=torch.stack([_kl(expected_TV, other_TV) for other_TV in nudged]).mean(0),
+        equal_T=(said_TV.argmax(-1) == best_T).float(),
+        nudged_equal_T=torch.stack([n_TV.argmax(-1) == best_T for n_TV in nudged]).float().mean(0),
+        difference_T=difference_TV.median(-1).values,
+        max_difference=float(difference_TV.max()),
+        prefill_kl=float(_kl(said_TV[-1], prefill_V.log_softmax(-1))),
+    )
 
 
 def _figures(rows: list[_Row]) -> Figures:
-    expected, found = _joined(r.expected_TV for r in rows), _joined(r.found_TV for r in rows)
-    nudged = [_joined(r.nudged_TV[i] for r in rows) for i in range(NUDGES)]
-    prefill = np.stack([r.prefill_V for r in rows])
-    decoded = np.stack([r.found_TV[r.prompt - 1] for r in rows])
-    difference = np.abs(found - expected)
+    kl_T = torch.cat([row.kl_T for row in rows])
     return Figures(
-        prompts=len(rows),
-        tokens=len(expected),
-        mean_kl=_kl(expected, found),
-        nudged_kl=float(np.mean([_kl(expected, other) for other in nudged])),
-        top1=_top1(expected, found),
-        nudged_top1=float(np.mean([_top1(expected, other) for other in nudged])),
-        prefill_kl=_kl(decoded, prefill),
-        max_difference=float(difference.max()),
-        median_difference=float(np.median(difference)),
-        greedy_equal=sum(map(_greedy_equal, rows)),
-        greedy_tokens=sum(len(r.answer) for r in rows),
+        rows=len(rows),
+        tokens=len(kl_T),
+        mean_kl=float(kl_T.mean()),
+        nudged_kl=float(torch.cat([row.nudged_kl_T for row in rows]).mean()),
+        top1=float(torch.cat([row.equal_T for row in rows]).mean()),
+        nudged_top1=float(torch.cat([row.nudged_equal_T for row in rows]).mean()),
+        prefill_kl=sum(row.prefill_kl for row in rows) / len(rows),
+        max_difference=max(row.max_difference for row in rows),
+        median_difference=float(torch.cat([row.difference_T for row in rows]).median()),
     )
 
 
-def _joined(parts: Iterable[NDArray[np.float32]]) -> NDArray[np.float32]:
-    return np.concatenate(list(parts))
-
-
-def _kl(p_TV: NDArray[np.float32], q_TV: NDArray[np.float32]) -> float:
-    p_TV, q_TV = log_softmax(p_TV), log_softmax(q_TV)
-    return float((np.exp(p_TV) * (p_TV - q_TV)).sum(-1).mean())
-
-
-def _top1(p_TV: NDArray[np.float32], q_TV: NDArray[np.float32]) -> float:
-    return float((p_TV.argmax(-1) == q_TV.argmax(-1)).mean())
-
-
-def _greedy_equal(row: _Row) -> int:
-    wanted = row.expected_TV.argmax(-1)[row.prompt - 1 :]
-    differ = (i for i, token in enumerate(row.answer) if token != wanted[i])
-    return next(differ, len(row.answer))
+def _kl(p_TV: Tensor, q_TV: Tensor) -> Tensor:
+    """KL of two distributions in logarithms, by the last axis."""
+    return (p_TV.exp() * (p_TV - q_TV)).sum(-1)

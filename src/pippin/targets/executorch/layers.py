@@ -5,7 +5,6 @@ G groups.
 """
 
 import torch
-import torchao.quantization.quant_primitives  # noqa: F401  defines torch.ops.torchao
 from torch import Tensor, nn
 
 # The embedding operators are defined here; executorch.kernels.quantized has their kernels.
@@ -34,14 +33,18 @@ def _marked(x_BTD: Tensor) -> Tensor:
 
 
 def _rounded(x_BTD: Tensor) -> Tensor:
-    # The other family computes in float64 where XNNPACK and torchao's have float32.
-    ops, int8 = torch.ops.torchao, torch.int8
-    block = [1] * (x_BTD.dim() - 1) + [x_BTD.shape[-1]]
-    scale_BT, zero_BT = ops.choose_qparams_affine(
-        x_BTD, "ASYMMETRIC", block, int8, *INT8_RANGE, None, torch.float32, int8
-    )
-    codes_BTD = ops.quantize_affine(x_BTD, block, scale_BT, zero_BT, int8, *INT8_RANGE)
-    return ops.dequantize_affine(codes_BTD, block, scale_BT, zero_BT, int8, *INT8_RANGE)
+    # XNNPACK's own arithmetic, operation by operation: it multiplies by 255 / range where other
+    # operators divide by range / 255, and a last bit can move a code.
+    low, high = INT8_RANGE
+    least_BT1 = x_BTD.amin(-1, keepdim=True).clamp(max=0)
+    most_BT1 = x_BTD.amax(-1, keepdim=True).clamp(min=0)
+    range_BT1 = most_BT1 - least_BT1
+    steps_BT1 = torch.where(range_BT1 == 0, 1.0, (high - low) / range_BT1)
+    from_least_BT1, from_most_BT1 = low - least_BT1 * steps_BT1, high - most_BT1 * steps_BT1
+    nearer = (low + least_BT1 * steps_BT1) + (high + most_BT1 * steps_BT1) > 0
+    zero_BT1 = torch.where(nearer, from_least_BT1, from_most_BT1).clamp(low, high).round()
+    codes_BTD = ((x_BTD * steps_BT1).round() + zero_BT1).clamp(low, high)
+    return (codes_BTD - zero_BT1) * (1 / steps_BT1)
 
 
 class QuantizedLinear(nn.Module):
