@@ -62,7 +62,7 @@ def test_mlx_lm_loads_the_built_in_model_quantized(built_in: Path, tmp_path: Pat
     transformers = pytest.importorskip("transformers")
     from pippin.model.quantized import dense_tensors
 
-    recipe = Recipe(model=Model(source="x"), data=Data(source="x"), quantize=Quantize())
+    recipe = Recipe(model=Model(source="x"), data=Data(source="x"), quantize=Quantize(method="rtn"))
     origin = Origin(stage="quantize", inputs={}, settings={}, versions={})
     folder = tmp_path / "q"
     inputs = {"model": built_in}
