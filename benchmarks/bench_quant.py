@@ -37,81 +37,11 @@ from pippin.stages.calibration import Calibration, calibrate
 from pippin.stages.fetch import fetch
 from pippin.stages.quantize import quantize
 from pippin.stages.train import train
+from quant_rows import AFFINE, ROWS, TOKENS
 from quant_ruler import LENGTH, Ruler, Score, dither
 
 DATA = common.ROOT / "recipes" / "data"
-STEPS, TOKENS = 16, 16_384
-AFFINE = recipe.Quantize(
-    method="best", group_size=64, scheme="affine", embed_bits=8, calibration_tokens=TOKENS
-)
-SYMMETRIC = replace(AFFINE, scheme="symmetric", embed_scheme="symmetric", embed_group_size=32)
-# 4.5 bits of each of the model's 134,515,008 weights, norms among them.
-WHOLE = "75.66MB"
-# By row: the first figure is ours, the others stand beside it. Moments of the first serve all.
-ROWS: dict[str, dict[str, recipe.Quantize | quant_peers.Peer]] = {
-    "quant-kl-all-4.5": {
-        "best, all shared out, symmetric": replace(SYMMETRIC, max_size=WHOLE, embed_group_size=64),
-        "best, all shared out, symmetric, recovered": replace(
-            SYMMETRIC, max_size=WHOLE, embed_group_size=64, recover_tokens=TOKENS
-        ),
-        "best, affine g64": replace(AFFINE, embed_bits=4),
-        "rtn, affine g64": replace(AFFINE, method="rtn", embed_bits=4),
-        "mlx nearest, affine g64": quant_peers.whole(quant_peers.mlx_affine),
-        "gguf Q4_0": quant_peers.whole(quant_peers.gguf_symmetric),
-        "llama.cpp IQ4_NL": quant_peers.whole(quant_peers.llama("IQ4_NL")),
-    },
-    "quant-kl-4.5": {
-        "best, 4.5 bits shared out, symmetric": replace(SYMMETRIC, target_bits=4.5),
-        "best, 4.5 bits shared out, symmetric, recovered": replace(
-            SYMMETRIC, target_bits=4.5, recover_tokens=TOKENS
-        ),
-        "best, 4.5 bits shared out, affine": replace(AFFINE, target_bits=4.5),
-        "best, affine g64": AFFINE,
-        "best, symmetric g32": replace(SYMMETRIC, group_size=32),
-        "rtn, affine g64": replace(AFFINE, method="rtn"),
-        "mlx nearest, affine g64": quant_peers.mlx_affine,
-        "gguf Q4_0": quant_peers.gguf_symmetric,
-        **quant_peers.llama_both("IQ4_NL"),
-        **quant_peers.llama_both("Q4_K"),
-        "hqq package, affine g64": quant_peers.hqq_affine,
-        "mlx-lm gptq, affine g64": quant_peers.mlx_gptq,
-        "llm-compressor gptq, affine g64": quant_peers.compressor_gptq,
-        "hqq, affine g64": replace(AFFINE, method="hqq"),
-        "mse, affine g64": replace(AFFINE, method="mse"),
-        "gptq, affine g64": replace(AFFINE, method="gptq"),
-        "gptq, layer after layer, affine g64": replace(AFFINE, method="gptq", sequential=True),
-        "awq, affine g64": replace(AFFINE, method="awq"),
-        "best, inputs alike, affine g64": replace(AFFINE, importance="inputs"),
-    },
-    "quant-kl-4.25": {
-        "best, 4.25 bits shared out, symmetric": replace(SYMMETRIC, target_bits=4.25),
-        "best, symmetric g64": SYMMETRIC,
-        "rtn, symmetric g64": replace(SYMMETRIC, method="rtn"),
-        "mlx mxfp4": quant_peers.mlx_mxfp4,
-        **quant_peers.llama_both("IQ4_XS"),
-    },
-    "quant-kl-3.5": {
-        "best, 3.5 bits shared out, symmetric": replace(SYMMETRIC, target_bits=3.5),
-        "best, affine g64": replace(AFFINE, bits=3),
-        "rtn, affine g64": replace(AFFINE, method="rtn", bits=3),
-        "mlx nearest, affine g64": quant_peers.linears(quant_peers.mlx_affine, 3),
-        **quant_peers.llama_both("Q3_K"),
-        **quant_peers.llama_both("IQ3_S"),
-    },
-    # What a GGUF file of this model holds: Q5_0 where 256 does not divide a row.
-    "quant-kl-5.25": {
-        "best, K types of 4 bits": replace(AFFINE, scheme="k"),
-        **quant_peers.llama_both("Q4_K", otherwise="Q5_0"),
-    },
-    "quant-kl-5.5": {
-        "best, 5.5 bits shared out, symmetric": replace(SYMMETRIC, target_bits=5.5),
-        **quant_peers.llama_both("Q5_K"),
-    },
-    "quant-kl-6.5": {
-        "best, 6.5 bits shared out, symmetric": replace(SYMMETRIC, target_bits=6.5),
-        **quant_peers.llama_both("Q6_K"),
-    },
-}
+STEPS = 16
 
 
 def main() -> None:
@@ -120,13 +50,17 @@ def main() -> None:
     parser.add_argument("--text", type=Path, default=DATA / "shakespeare" / "train.txt")
     parser.add_argument("--work", type=Path, help="a folder that keeps reference and measurements")
     parser.add_argument("--at-most", type=int, default=999, help="measurements in this call")
-    parser.add_argument("--only", default="", help="measurements whose name contains this")
+    parser.add_argument(
+        "--only", nargs="*", default=[""], help="measurements whose name contains one of these"
+    )
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="that calibrate")
+    parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     torch.set_num_threads(1)  # waiting threads would count as work on a busy machine
     with tempfile.TemporaryDirectory() as scratch:
         work = options.work or Path(scratch) / "work"
         work.mkdir(exist_ok=True)
-        desk = Desk(Path(scratch), options.text, work)
+        desk = Desk(Path(scratch), options.text, work, (options.device, options.tokens))
         if not (work / "reference").exists():
             shutil.copytree(desk.make_reference(), work / "reference")
             if options.work and options.at_most < 999:
@@ -156,8 +90,12 @@ class Stored(Calibration):
 class Desk:
     """A folder for everything in between, and the three parts of the text."""
 
-    def __init__(self, folder: Path, text: Path, work: Path) -> None:
+    def __init__(
+        self, folder: Path, text: Path, work: Path, how: tuple[recipe.DeviceName, int]
+    ) -> None:
+        """`how` is the device, and the tokens that calibrate."""
         self.folder, self.name, self.work = folder, text.stem, work
+        self.device, self.tokens = how
         self.calibrations: dict[bool, Calibration] = {}
         quantize_work.calibrate = self.calibrate
         whole = text.read_text()
@@ -185,22 +123,22 @@ class Desk:
         if by_loss not in self.calibrations or settings.recover_tokens:
             made = calibrate(job, checkpoint, large=large)
             values = {f.name: getattr(made, f.name) for f in fields(made) if f.init}
-            file = self.work / f"moments-{'loss' if by_loss else 'inputs'}-{TOKENS}.npz"
+            file = self.work / f"moments-{'loss' if by_loss else 'inputs'}-{self.tokens}.npz"
             self.calibrations = {by_loss: Stored(**values, file=file)}
         return self.calibrations[by_loss]
 
     def moments(self, reference: Path) -> Path:
         """X^T X by linear, all inputs alike, in a file."""
-        file = self.work / f"moments-inputs-{TOKENS}.npz"
+        file = self.work / f"moments-inputs-{self.tokens}.npz"
         if not file.exists():
-            asked = replace(AFFINE, method="gptq")
+            asked = replace(AFFINE, method="gptq", calibration_tokens=self.tokens)
             self.run(quantize, self.asked("calibration", quantize=asked), reference)
         return file
 
     def asked(self, part: str, **tables: Any) -> recipe.Recipe:
         """Text of one part, in samples of LENGTH tokens."""
         data = recipe.Data(source=part, format="text", max_seq_len=LENGTH)
-        model = recipe.Model(source="builtin:smollm2", device="cpu")
+        model = recipe.Model(source="builtin:smollm2", device=self.device)
         none = recipe.Deploy(targets=())
         return recipe.Recipe(model=model, data=data, deploy=none, folder=self.folder, **tables)
 
@@ -240,11 +178,12 @@ class Desk:
         asked = [(f"{name}: {label}", how) for name in ROWS for label, how in ROWS[name].items()]
         missing = [(key, how) for key, how in asked if key not in found]
         todo = sorted(
-            (pair for pair in missing if options.only in pair[0]), key=_first_things_first
+            (pair for pair in missing if any(part in pair[0] for part in options.only)),
+            key=_first_things_first,
         )
         todo = todo[: options.at_most]
         if todo:
-            ruler = Ruler(work / "reference", self.scored)
+            ruler = Ruler(work / "reference", self.scored, self.device)
         for key, how in todo:
             if isinstance(how, recipe.Quantize):
                 score = self.score(ruler, work / "reference", how)
@@ -276,13 +215,17 @@ class Desk:
                 },
                 "shared out": {k: s["notes"] for k, s in scores.items() if s["notes"]},
                 "perplexity of the reference": round(best["perplexity"], 2),
+                "tokens that calibrate": self.tokens,
                 "packages": quant_peers.versions(),
             },
         )
 
     def score(self, ruler: Ruler, reference: Path, settings: recipe.Quantize) -> Score:
         """Quantize, then measure."""
-        made = self.asked("calibration", quantize=settings)
+        more = {"calibration_tokens": self.tokens}
+        if settings.recover_tokens:
+            more["recover_tokens"] = self.tokens
+        made = self.asked("calibration", quantize=replace(settings, **more))
         start = time.process_time()
         folder = self.run(quantize, made, reference)
         seconds = time.process_time() - start

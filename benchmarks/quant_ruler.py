@@ -17,6 +17,7 @@ from pippin.model.config import read_config
 from pippin.model.source import copy_side_files
 from pippin.model.tokenizer import load_tokenizer
 from pippin.model.weights import Checkpoint, Writer
+from pippin.recipe import DeviceName
 from quant_peers import Peer
 
 LENGTH, SCORED = 256, 16
@@ -36,12 +37,13 @@ class Score:
 class Ruler:
     """The reference's distributions over the scored text; any weights are held against them."""
 
-    def __init__(self, reference: Path, text: str) -> None:
+    def __init__(self, reference: Path, text: str, device: DeviceName) -> None:
         self.checkpoint, self.config = Checkpoint(reference), read_config(reference)
-        self.network = load_engine("torch", "cpu").load(reference, "bfloat16").network
+        self.network = load_engine("torch", device).load(reference, "bfloat16").network
         ids = load_tokenizer(reference).encode(text)
         starts = np.linspace(0, len(ids) - LENGTH, SCORED).astype(int)
-        self.rows = torch.tensor([ids[start : start + LENGTH] for start in starts])
+        rows = [ids[start : start + LENGTH] for start in starts]
+        self.rows = torch.tensor(rows, device=self.network.device)
         self.tokens = self.rows.numel()
         self.parent = [self.logprobs(row).half() for row in self.rows]
         said = [
