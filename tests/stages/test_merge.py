@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from tests.tiny_runs import write_rows, write_speaking_model
+from tests.tiny_runs import quantize_folder, write_rows, write_speaking_model
 
 from pippin import artifact
 from pippin.artifact import Origin
@@ -293,10 +293,10 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[4])
 from pippin.artifact import Origin
 from pippin.job import Job
-from pippin.recipe import Data, Model, Recipe
+from pippin.recipe import Data, Model, Quantize, Recipe
 from pippin.stages.{stage} import {stage}
 base, adapter, out = (Path(part) for part in sys.argv[1:4])
-recipe = Recipe(model=Model(source="x"), data=Data(source="x"))
+recipe = Recipe(model=Model(source="x"), data=Data(source="x"), quantize=Quantize(method="rtn"))
 origin = Origin(stage="{stage}", inputs={{"model": ""}}, settings={{}}, versions={{}})
 job = Job(stage="{stage}", recipe=recipe, inputs={{"model": base, "adapter": adapter}},
           folder=out, origin=origin)
@@ -350,25 +350,13 @@ def test_memory_is_one_tensor_not_one_model(large: Path, tmp_path: Path, stage: 
     shutil.rmtree(tmp_path / "out")
 
 
-def _quantized(model: Path, folder: Path) -> Path:
-    recipe = Recipe(
-        model=Model(source="x"),
-        data=Data(source="x"),
-        quantize=Quantize(method="rtn", group_size=32),
-    )
-    origin = Origin(stage="quantize", inputs={}, settings={}, versions={})
-    inputs = {"model": model}
-    list(quantize(Job(stage="q", recipe=recipe, inputs=inputs, folder=folder, origin=origin)))
-    return folder
-
-
 @pytest.mark.torch
 def test_an_adapter_of_a_rounded_base_goes_into_the_whole_weights(
     tiny: Tiny, tmp_path: Path
 ) -> None:
     """Trained on four bits, merged into the weights before: peft's own merge into those."""
     whole = tiny("llama")
-    small = _quantized(whole, tmp_path / "small")
+    small = quantize_folder(whole, tmp_path / "small", group_size=32)
     adapter = _random_adapter(small, tmp_path / "adapter", Lora(rank=2), artifact.digest(small))
     with pytest.raises(ModelError, match="was trained on") as refused:
         _merge(whole, adapter, tmp_path / "merge", artifact.digest(whole))
@@ -395,7 +383,7 @@ def test_a_rounded_base_of_another_model_is_refused(
     tiny: Tiny, tmp_path: Path, change: str, said: str
 ) -> None:
     whole = tiny("llama")
-    small = _quantized(whole, tmp_path / "small")
+    small = quantize_folder(whole, tmp_path / "small", group_size=32)
     adapter = _random_adapter(small, tmp_path / "adapter", Lora(rank=2), artifact.digest(small))
     other = shutil.copytree(whole, tmp_path / "other")
     weights = load_file(other / "model.safetensors")
@@ -414,7 +402,7 @@ def test_a_rounded_base_of_another_model_is_refused(
 @pytest.mark.torch
 def test_quantized_base_becomes_dense(tiny: Tiny, tmp_path: Path) -> None:
     """Merged into the weights as the training saw them, and not rounded to the grid again."""
-    base = _quantized(tiny("llama"), tmp_path / "base")
+    base = quantize_folder(tiny("llama"), tmp_path / "base", group_size=32)
     lora = Lora(rank=2, targets=("q_proj",))
     adapter = _random_adapter(base, tmp_path / "adapter", lora)
     events = _merge(base, adapter, tmp_path / "merge")
