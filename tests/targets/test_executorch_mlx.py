@@ -1,7 +1,10 @@
 """A tiny model for ExecuTorch's MLX delegate: one piece, its bytecode true to transformers."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -111,3 +114,16 @@ def test_a_generator_that_fails_leaves_nothing(tmp_path):
     with pytest.raises(PippinError, match="no flatc here"):
         _generate(source, tmp_path / "cache" / "made")
     assert not list((tmp_path / "cache").iterdir())
+
+
+def test_where_the_cache_cannot_be_written_nothing_is_left(tmp_path):
+    (tmp_path / "file").touch()  # no folder can be made in it
+    code = (
+        "from pathlib import Path; from pippin.targets.executorch.mlx.schema import _room; "
+        f"folder = _room(Path({str(tmp_path / 'file' / 'cache' / 'made')!r})); "
+        "folder.mkdir(); print(folder.parent)"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "pippin-" in done.stdout
+    assert not Path(done.stdout.strip()).exists()

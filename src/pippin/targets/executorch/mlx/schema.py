@@ -4,6 +4,7 @@ The wheels for Macs carry Python made from the delegate's flatbuffer schema; tho
 the schema, the script and the compiler that make it. The files are made once, in the cache folder.
 """
 
+import atexit
 import shutil
 import subprocess
 import sys
@@ -56,7 +57,9 @@ def _room(folder: Path) -> Path:
         with tempfile.TemporaryDirectory(dir=folder.parent):
             return folder
     except OSError:
-        return Path(tempfile.mkdtemp(prefix="pippin-")) / folder.name
+        place = tempfile.mkdtemp(prefix="pippin-")
+        atexit.register(shutil.rmtree, place, ignore_errors=True)
+        return Path(place) / folder.name
 
 
 def _generate(source: Path, folder: Path) -> None:
