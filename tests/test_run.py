@@ -150,8 +150,9 @@ def test_a_verb_refuses_a_parent_made_from_other_settings(recipe):
 
 
 def test_no_such_stage_in_this_recipe(recipe):
-    with pytest.raises(PippinError, match="no deploy stage"):
+    with pytest.raises(PippinError, match="no deploy stage") as refused:
         walk(recipe, only="deploy")
+    assert "deploy.targets" in refused.value.hint
 
 
 def test_a_foreign_folder_is_refused_before_any_work(recipe):
@@ -272,7 +273,8 @@ def test_a_plan_tells_what_its_targets_refuse(recipe, monkeypatch):
     ]
 
 
-def test_a_format_that_fails_leaves_the_others_and_is_told_at_the_end(recipe, monkeypatch):
+@pytest.mark.parametrize("only", [None, "deploy"])
+def test_a_format_that_fails_leaves_the_others_and_is_told_at_the_end(recipe, monkeypatch, only):
     def stage_function(stage):
         def run_stage(job):
             if job.subject == "hf":
@@ -286,6 +288,6 @@ def test_a_format_that_fails_leaves_the_others_and_is_told_at_the_end(recipe, mo
     monkeypatch.setattr(running, "check_recipe", lambda *_: [])
     monkeypatch.setattr(running, "stage_function", stage_function)
     with pytest.raises(PippinError, match="hf: it computes something else"):
-        walk(asked, only="deploy")
+        walk(asked, only=only)
     made = sorted(path.name for path in Path(recipe.out).glob("deploy-*"))
     assert made == ["deploy-gguf", "deploy-mlx"]

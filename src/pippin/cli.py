@@ -44,7 +44,8 @@ def _click(arguments: list[str]) -> None:
     try:
         pippin.main(arguments, prog_name="pippin", standalone_mode=False)
     except click.ClickException as error:
-        command = getattr(getattr(error, "ctx", None), "command_path", None) or "pippin"
+        command = getattr(getattr(error, "ctx", None), "command_path", None)
+        command = command or " ".join(["pippin", *arguments[:1]])
         _fail(error.format_message().rstrip("."), f"see `{command} --help`", 2)
     except click.Abort:
         raise KeyboardInterrupt from None

@@ -105,7 +105,10 @@ def limit(path: tuple[str, ...]) -> Range | None:
 
 
 def contradictions(recipe: Recipe) -> Iterator[Contradiction]:
-    """Keys that cannot both be meant."""
+    """Keys that cannot both be meant, and those that name nothing."""
+    for table, source in (("model", recipe.model.source), ("data", recipe.data.source)):
+        if not source.strip():
+            yield (table, "source"), "is empty", "name a file or folder, or what the hub has"
     yield from _engine(recipe)
     yield from _training(recipe)
     yield from _merging(recipe)

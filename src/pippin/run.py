@@ -21,7 +21,7 @@ from pippin.plan import Plan, make_plan
 from pippin.stages import checkpoints
 from pippin.stages.evaluate import read_scores
 from pippin.stages.gates import check_gates
-from pippin.steps import Step, defaults
+from pippin.steps import WHY_NOT, Step, defaults
 from pippin.targets import check_recipe, missing_packages
 from pippin.versions import versions
 
@@ -80,15 +80,19 @@ class Walk:
             lacking = missing_packages(self.plan.recipe.deploy.targets)
             replace(self.plan, refusals=tuple(lacking)).raise_refusals()
         yield from self.fetch()
+        failed: list[PippinError] = []
         for step in self.plan.steps:
-            if step.stage != "fetch":
+            if step.stage == "deploy":
+                yield from self.attempt(step, failed)
+            elif step.stage != "fetch" and (not failed or self.missing(step) is None):
                 yield from self.step(step)
+        self.raise_all(failed)
 
     def only(self, stage: str) -> Iterator[Event]:
         """The steps of one stage, after checking that what they read is there and up to date."""
         steps = [step for step in self.plan.steps if step.stage == stage]
         if not steps:
-            raise PippinError(f"this recipe has no {stage} stage", "look at `pippin plan RECIPE`")
+            raise PippinError(f"this recipe has no {stage} stage", WHY_NOT[stage])
         if others := sorted(self.redo - {"fetch", stage, "all"}):
             raise UsageError(
                 f"--redo {others[0]} is not for `pippin {stage}`, which makes that stage alone",
@@ -108,6 +112,10 @@ class Walk:
                     f"{step.name} needs {missing.folder}, which is not there",
                     f"`pippin {missing.stage} RECIPE` first, or `pippin run RECIPE` for all of it",
                 )
+        self.raise_all(failed)
+
+    def raise_all(self, failed: list[PippinError]) -> None:
+        """Raise what went wrong on the way, as one error."""
         if len(failed) == 1:
             raise failed[0]
         replace(
@@ -120,6 +128,8 @@ class Walk:
             yield from self.step(step)
         except PippinError as error:
             failed.append(error)
+            if len(self.plan.recipe.deploy.targets) == 1:
+                return
             yield Notice(stage=step.stage, text=f"{step.subject} is not deployed: {error.message}")
 
     def fetch(self) -> Iterator[Event]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pippin.data.dataset import locate_file
+from pippin.errors import UsageError
 from pippin.figures import counted
 from pippin.model.source import locate, locate_adapter, locate_adapter_base
 from pippin.quantizers import CALIBRATED
@@ -35,6 +36,15 @@ HARMLESS = {
 }
 
 
+# Why a recipe may lack a stage, as the way to have it.
+WHY_NOT = {
+    "train": "it merges model.adapter as it is: leave that out to train one",
+    "merge": "train.method = full and quantize.one_pass merge nothing on the way",
+    "qat": "set qat.steps",
+    "deploy": "name formats in deploy.targets, or with --target",
+}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
     """One stage of the run.
@@ -57,9 +67,16 @@ def make_steps(recipe: Recipe) -> tuple[Step, ...]:
     """Everything a run of the recipe does, in order.
 
     Raises ModelError where the model's source is nothing that could be fetched or used, or its
-    adapter is not there; DataError where a file for calibration is not.
+    adapter is not there; DataError where a file for calibration is not; UsageError for a run that
+    would change what it reads.
     """
     run, model = run_folder(recipe), model_folder(recipe)
+    for given in (model, adapter_folder(recipe), locate_adapter_base(recipe.model, recipe.folder)):
+        if given and run.resolve().is_relative_to(given.resolve()):
+            raise UsageError(
+                f"the run's folder {run} lies in {given}, which would change with every stage",
+                "give another `out`: what a run reads must stay as it is",
+            )
     fetch = () if model != run / "model" else (_fetch(recipe, model),)
     return (*fetch, *_steps(recipe, run, model))
 

@@ -12,8 +12,8 @@ COMMANDS = {
     "evaluate": "measure every stage that is there against its parent",
     "deploy": "write the files that leave this machine",
     "generate": "answer one prompt with a model, a stage's folder or a recipe's result",
-    "chat": "talk with it",
-    "serve": "answer over HTTP, as OpenAI's clients expect it",
+    "chat": "talk with a model, a stage's folder or a recipe's result",
+    "serve": "serve a model, a stage's folder or a recipe's result to OpenAI's clients",
     "report": "write report.html of a run again",
     "version": "pippin's version and those of what it runs on",
 }

@@ -128,12 +128,24 @@ def test_version(pippin):
         (["run", "nowhere.toml"], "no recipe at nowhere.toml"),
         (["run", "tiny.toml", "--set", "train.stepps=1"], "--set: train.stepps: unknown key"),
         (["run", "tiny.toml", "--set", "model.device=mps"], "mps"),
+        (["run", "tiny.toml", "--set", "model.source="], "model.source: is empty"),
+        (["run", "tiny.toml", "--set", "out=model/runs"], "lies in model, which would change"),
         (["generate", "model", "hi", "--max-tokens", "0"], "0 is not in the range"),
     ],
 )
 def test_command_that_cannot_be_understood(place, fails, arguments, words):
     assert words in fails(*arguments, code=2)[0]
     assert not (place / "runs").exists()
+
+
+def test_an_option_without_its_value_has_the_help_of_its_command(place, fails):
+    assert fails("run", "tiny.toml", "--set", code=2)[1] == "hint: see `pippin run --help`"
+
+
+def test_a_model_that_begins_no_text_is_not_asked_with_nothing(place, fails):
+    assert "the prompt has no tokens" in fails("generate", "model", "")[0]
+    asked = ("--set", 'evaluate.prompts=["", "1 ="]')
+    assert "1 prompt to be answered without a token" in fails("run", "tiny.toml", *asked)[0]
 
 
 def edit(path: Path, old: str, new: str) -> None:

@@ -64,13 +64,19 @@ def read_exam(recipe: Recipe, tokenizer: Tokenizer) -> Exam:
             "give `data.test` rows with an answer, or raise data.max_seq_len",
         )
     asked = examples(rows[: limits.generate_rows], tokenizer, recipe.data)
+    prompts = [
+        Asked(prompt_T=render_prompt(text, tokenizer, recipe.data), text=text)
+        for text in limits.prompts
+    ]
+    if empty := sum(not len(one.prompt_T) for one in (*asked, *prompts)):
+        raise DataError(
+            f"{counted(empty, 'prompt')} to be answered without a token to begin with",
+            "leave empty ones out of data and evaluate.prompts, or set evaluate.generate_rows = 0",
+        )
     return Exam(
         samples=scored.samples[: limits.rows],  # a document is one row and many samples
         questions=_questions(rows, asked),
-        prompts=[
-            Asked(prompt_T=render_prompt(text, tokenizer, recipe.data), text=text)
-            for text in limits.prompts
-        ],
+        prompts=prompts,
         notices=[
             *_set_aside(recipe),
             *scored.notices,

@@ -101,6 +101,11 @@ class Speaker:
 
     def _fitted(self, prompt: int, sampling: Sampling) -> Sampling:
         """The sampling with our stop tokens, and no more tokens than there is room for."""
+        if prompt < 1:
+            raise DataError(
+                f"the prompt has no tokens, and {self.title} has none to begin a text with",
+                "write something",
+            )
         room = sampling.max_tokens if self.context is None else self.context - prompt
         if room < 1:
             raise DataError(
