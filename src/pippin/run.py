@@ -21,6 +21,7 @@ from pippin.plan import Plan, make_plan
 from pippin.stages import checkpoints
 from pippin.stages.evaluate import read_scores
 from pippin.stages.gates import check_gates
+from pippin.stages.together import leading
 from pippin.steps import WHY_NOT, Step, defaults
 from pippin.targets import check_recipe, missing_packages
 from pippin.versions import versions
@@ -37,7 +38,7 @@ def run(plan: Plan, only: str | None = None, redo: Collection[str] = ()) -> Iter
     if plan.recipe.model.engine == "torch":
         for text in set_watermarks(plan.device, os.environ):
             yield Notice(stage="run", text=text)
-    with locked(plan.folder):
+    with leading(plan.recipe.model), locked(plan.folder):
         walk = Walk(plan=plan, redo=frozenset(redo))
         try:
             yield from walk.only(only) if only else walk.all()

@@ -155,8 +155,8 @@ def deploy(asked: Asked, redo: tuple[str, ...], targets: str | None) -> None:
         names = ", ".join(f'"{name.strip()}"' for name in targets.split(","))
         override = f"deploy.targets=[{names}]"
         asked = replace(asked, overrides=(*asked.overrides, override))
-    _walk(asked, "deploy", redo)
-    _partitions(asked.plan(), asked.console())
+    if _walk(asked, "deploy", redo):
+        _partitions(asked.plan(), asked.console())
 
 
 @_recipe_command("quantize", _REDO, _COMPARE)
@@ -173,11 +173,15 @@ def quantize(asked: Asked, redo: tuple[str, ...], compare: tuple[str, ...]) -> N
     console.comparison(ways.comparison(plan.folder))
 
 
-def _walk(asked: Asked, only: str | None, redo: tuple[str, ...]) -> None:
+def _walk(asked: Asked, only: str | None, redo: tuple[str, ...]) -> bool:
+    """Run, and print what came of it; whether it was for this process to do so."""
     from pippin.errors import GateError
     from pippin.run import run as walk
+    from pippin.stages.together import follow
 
     plan, console = asked.plan(), asked.console()
+    if follow(plan.recipe.model):
+        return False
     console.header(plan)
     try:
         console.events(walk(plan, only, redo))
@@ -186,6 +190,7 @@ def _walk(asked: Asked, only: str | None, redo: tuple[str, ...]) -> None:
         raise
     if only in (None, "evaluate"):
         _results(plan, console)
+    return True
 
 
 def _results(plan: "Plan", console: "Console") -> None:

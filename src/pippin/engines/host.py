@@ -44,10 +44,13 @@ def steady_heap() -> None:
 def refuse_several(name: str) -> None:
     """Raise UsageError in one of several processes that were launched together.
 
-    Each would do all the work, and write into the others' run.
+    Each would do all the work, and write into the others' run. The first of those around MLX works
+    alone where something else computes, e.g. a deployed file's check.
     """
     mlx, other = os.environ.get("MLX_RANK"), os.environ.get("RANK", "")
-    if mlx or (other.isdecimal() and os.environ.get("WORLD_SIZE", "1") not in ("", "1")):
+    if mlx not in (None, "", "0") or (
+        other.isdecimal() and os.environ.get("WORLD_SIZE", "1") not in ("", "1")
+    ):
         raise UsageError(
             f"engine {name} works in one process; this one is number "
             f"{mlx or other} of several that were launched together",

@@ -28,7 +28,11 @@ def train(folder: Path) -> list[tuple[float, float]]:
     from pippin.model.weights import Checkpoint
 
     weights = new_adapter(adapted_linears(Checkpoint(folder), LORA), LORA, seed=0)
-    trainer = load_engine("mlx", "cpu").load(folder, "float32").trainer(Train(), LORA, weights, 0)
+    engine = load_engine("mlx", "cpu")
+    if os.environ.get("MLX_RANK") == "1":
+        engine.follow()
+        return []
+    trainer = engine.load(folder, "float32").trainer(Train(), LORA, weights, 0)
     rng, seen = np.random.default_rng(0), []
     for number in range(STEPS):
         samples = [
@@ -37,6 +41,7 @@ def train(folder: Path) -> list[tuple[float, float]]:
         ]
         result = trainer.step([lay_out([samples], 512)], 1e-2)
         seen.append((result.loss_sum / result.tokens, result.grad_norm))
+    engine.let_go("")
     return seen
 
 
@@ -60,7 +65,7 @@ def test_two_processes_have_the_losses_of_one(tiny, tmp_path):
         for rank in range(2)
     ]
     told = [json.loads(process.communicate(timeout=90)[0].splitlines()[-1]) for process in running]
-    assert told[0] == told[1]
+    assert told[1] == []
     for ours, wanted in zip(told[0], train(folder), strict=True):
         assert ours == pytest.approx(wanted, rel=1e-5)
 

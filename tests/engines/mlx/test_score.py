@@ -122,7 +122,9 @@ def test_a_quantized_cache_answers_as_in_mlx_lm(bits):
     mx.random.seed(0)
     network = llama.Model(llama.ModelArgs(model_type="llama", **sizes, **rest))
     network.update(tree_map(lambda w: w * 4.0, network.parameters()))
-    model = MlxModel(Loaded(network=network, head=None, longest=None, notices=()), Path())
+    model = MlxModel(
+        Loaded(network=network, head=None, longest=None, notices=()), Path(), "float32"
+    )
     prompts = [np.random.default_rng(4).integers(3, 97, n).astype(np.int32) for n in (30, 3)]
     plain = list(model.generate(prompts, Sampling(max_tokens=20)))
     model.quantize_cache(bits)

@@ -5,7 +5,9 @@ Shape letters: B rows, T tokens, K kept tokens of a distribution.
 
 import functools
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from mlx import nn
@@ -20,6 +22,7 @@ from pippin.engines.mlx.blas import notice
 from pippin.engines.mlx.body import Loaded, find_head
 from pippin.engines.mlx.coded import CodesTrainer, take_codes
 from pippin.engines.mlx.fisher import loss_moments
+from pippin.engines.mlx.following import follow
 from pippin.engines.mlx.generate import (
     Decoding,
     decodes_together,
@@ -31,6 +34,7 @@ from pippin.engines.mlx.lora import add_adapter
 from pippin.engines.mlx.moments import input_moments
 from pippin.engines.mlx.names import full_places, lora_places
 from pippin.engines.mlx.probe import find_ability
+from pippin.engines.mlx.ring import find_ring
 from pippin.engines.mlx.score import logprobs, topk
 from pippin.engines.mlx.trainer import MlxTrainer
 from pippin.errors import ModelError
@@ -65,7 +69,24 @@ class MlxEngine:
             longest=longest,
             notices=(slow,) if slow else (),
         )
-        return MlxModel(loaded, checkpoint)
+        return MlxModel(loaded, checkpoint, devices.dtype_name(picked))
+
+    def lead(self) -> None:
+        """Find the processes that were launched with this one; it is the first of them."""
+        find_ring()
+
+    def let_go(self, fault: str) -> None:
+        """Tell the others that the run is over, and why where it failed."""
+        if ring := find_ring():
+            ring.let_go(fault)
+
+    def follow(self) -> None:
+        """In any but the first: take a share of its updates until its run is over.
+
+        Raises PippinError where that failed, or where this process cannot go on.
+        """
+        if ring := find_ring():
+            follow(self, ring)
 
     def device(self) -> str:
         """The device in words, e.g. `cpu (2 cores)`."""
@@ -83,8 +104,9 @@ class MlxEngine:
 class MlxModel:
     """A loaded checkpoint."""
 
-    def __init__(self, loaded: Loaded, checkpoint: Path) -> None:
-        self.loaded, self.network, self.checkpoint = loaded, loaded.network, checkpoint
+    def __init__(self, loaded: Loaded, checkpoint: Path, dtype: str) -> None:
+        self.loaded, self.network = loaded, loaded.network
+        self.checkpoint, self.dtype = checkpoint, dtype
 
     def logprobs(self, tokens_BT: Tokens) -> NDArray[np.float32]:
         """log p(token t+1 | tokens up to t), (B, T-1). Rows are padded on the right."""
@@ -141,6 +163,8 @@ class MlxModel:
         (O, R), DoRA's `<linear>.lora_magnitude_vector` (O,). Raises ModelError where it does not
         fit the model.
         """
+        asked = {"train": asdict(train), "lora": lora and asdict(lora), "seed": seed}
+        self._tell("train", asked, weights)
         if lora is None:
             places = full_places(self.network, self.checkpoint)
         else:
@@ -152,9 +176,18 @@ class MlxModel:
 
         Raises ModelError where the folder holds no codes in a decoder layer.
         """
+        self._tell("train on codes", {"train": asdict(train), "seed": seed}, {})
         coded = take_codes(self.network, DenseView(self.checkpoint), seed)
         refuse_dense(coded, self.checkpoint)
         return CodesTrainer(self.loaded, coded, train, seed)
+
+    def _tell(self, what: str, settings: dict[str, Any], weights: Weights) -> None:
+        """What is about to be trained here is trained by all; none does where one cannot."""
+        ring = find_ring()
+        if ring and ring.number == 0:
+            model = {"checkpoint": str(self.checkpoint.resolve()), "dtype": self.dtype}
+            with ring.told(what, {**model, **settings}, weights):
+                ring.agree(None)
 
     @functools.cached_property
     def _decoding(self) -> Decoding:

@@ -16,13 +16,14 @@ from pippin.engines import StepResult, Weights
 from pippin.engines.books import Books, scored_tokens, seed_of
 from pippin.engines.mlx.attention import packed_attention
 from pippin.engines.mlx.body import Head, Loaded, scalar
+from pippin.engines.mlx.following import as_arrays
 from pippin.engines.mlx.lora import LoraLinear
 from pippin.engines.mlx.loss import head_loss, logits_loss, plain_loss
 from pippin.engines.mlx.names import Place
 from pippin.engines.mlx.optimizer import Arrays, Optimizer, Sums
 from pippin.engines.mlx.probe import find_ability, run_rows
 from pippin.engines.mlx.recompute import recompute_layers
-from pippin.engines.mlx.ring import added_up, find_group, share
+from pippin.engines.mlx.ring import find_ring
 from pippin.engines.mlx.rows import Rows, cut
 from pippin.errors import ModelError
 from pippin.recipe import Train
@@ -45,7 +46,7 @@ class MlxTrainer:
         # With a trained bias, or an adapter of its own, the head is no plain product.
         plain = not self.head_trained or (loaded.head and loaded.head.weight is not None)
         self.head = loaded.head if plain and not _adapted(loaded.head, places.values()) else None
-        self.group = find_group()
+        self.ring = find_ring()
         self._ahead: list[tuple[Batch, Rows]] = []
         self.notices = self._notices()
         self._refuse()
@@ -68,10 +69,21 @@ class MlxTrainer:
 
         While a GPU works alone, the next update's batches are laid out.
         """
+        if self.ring is None:
+            return self._step(batches, learning_rate, upcoming)
+        with self.ring.told("step", {"learning_rate": learning_rate}, as_arrays(batches)):
+            return self._step(batches, learning_rate, tuple)
+
+    def _step(
+        self,
+        batches: Sequence[Batch],
+        learning_rate: float,
+        upcoming: Callable[[], Sequence[Batch]],
+    ) -> StepResult:
         before = {name: self.optimizer.masters[name] for name in self.books.unmoved}
         sums = self._sums(batches)
         loss, norm = self.optimizer.update(sums, learning_rate, self.books.updates + 1)
-        if mx.default_device() != mx.cpu and self.group is None:
+        if mx.default_device() != mx.cpu:
             self._ahead = [(batch, self._rows(batch)) for batch in upcoming()]
         result = StepResult(loss_sum=scalar(loss), tokens=sums.tokens, grad_norm=scalar(norm))
         if self.books.enter(result):
@@ -83,7 +95,8 @@ class MlxTrainer:
         parts = [part for batch in batches for part in self._parts(batch)]
         zeros = mx.array(0.0), {n: mx.zeros_like(a) for n, a in self.optimizer.masters.items()}
         sums: Any = zeros
-        for key, part in share(self.group, list(zip(self._keys(len(parts)), parts, strict=True))):
+        work = list(zip(self._keys(len(parts)), parts, strict=True))
+        for key, part in self.ring.share(work) if self.ring else work:
             if sums is not zeros:
                 mx.eval(sums)
             self._draw_from(key)
@@ -91,9 +104,10 @@ class MlxTrainer:
             with self._recomputing():
                 found = self.grad(self.optimizer.masters, rows or self._rows(part))
             sums = found if sums is zeros else tree_map(mx.add, sums, found)
-        loss, *grads = added_up(self.group, [sums[0], *sums[1].values()])
-        named = dict(zip(sums[1], grads, strict=True))
-        return Sums(loss=loss, grads=named, tokens=scored_tokens(batches))
+        if self.ring:
+            loss, *grads = self.ring.added_up([sums[0], *sums[1].values()])
+            sums = loss, dict(zip(sums[1], grads, strict=True))
+        return Sums(loss=sums[0], grads=sums[1], tokens=scored_tokens(batches))
 
     def _recomputing(self) -> contextlib.AbstractContextManager[None]:
         """What is recomputed runs after the forward, and needs its attention."""
@@ -104,8 +118,8 @@ class MlxTrainer:
         """On a CPU, where more tokens at a time are no faster, as few as keep it busy."""
         if self.ability.packs and mx.default_device() == mx.cpu:
             return cut(batch, BUSY)
-        if self.ability.packs and self.group:
-            return cut(batch, -(-batch.real_tokens // self.group.size()))
+        if self.ability.packs and self.ring:
+            return cut(batch, -(-batch.real_tokens // self.ring.size))
         return [batch]
 
     def loss(self, batch: Batch) -> tuple[float, int]:
@@ -128,7 +142,9 @@ class MlxTrainer:
 
     def restore(self, state: Weights) -> None:
         """Take up a state that `state` returned."""
-        self.optimizer.restore(self.books.restore(state))
+        told = self.ring.told("restore", {}, state) if self.ring else contextlib.nullcontext()
+        with told:
+            self.optimizer.restore(self.books.restore(state))
 
     def _loss(self, masters: Arrays, rows: Rows) -> mx.array:
         self._put(masters)
@@ -184,8 +200,8 @@ class MlxTrainer:
             notices.append(self.ability.notice)
         if self.head is None:
             notices.append("the head is the model's own; its full logits are computed")
-        if self.group:
-            notices.append(f"process {self.group.rank() + 1} of {self.group.size()} in the ring")
+        if self.ring:
+            notices.append(f"updates are shared by {self.ring.size} processes in a ring")
         return tuple(notices)
 
 
