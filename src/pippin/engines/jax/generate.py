@@ -134,7 +134,7 @@ def _forward(spec: Spec, net: Net, state: State, tokens_BT: Array) -> State:
         weights, pairs, fact, number = per
         caches = _Caches(keys, values)
         attend = _cached_attention(spec, state, caches, fact.window, number)
-        tools = Tools(turns.of(fact), attend, linears(weights, pairs))
+        tools = Tools(turns.of(fact), attend, linears(weights, pairs, rounds=True))
         x_BTD = layer(spec, weights, x_BTD, tools)
         return (x_BTD, caches.keys, caches.values), None
 

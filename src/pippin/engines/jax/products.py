@@ -43,12 +43,22 @@ class Codes(NamedTuple):
 
 
 def linears(
-    weights: dict[str, Any], lora: Lora, dropout: float = 0.0, key: Array | None = None
+    weights: dict[str, Any],
+    lora: Lora,
+    dropout: float = 0.0,
+    key: Array | None = None,
+    rounds: bool = False,
 ) -> Project:
-    """gain * (x W^T + dropout(x) A^T B^T) + bias of one layer's linears, by name."""
+    """gain * (x W^T + dropout(x) A^T B^T) + bias of one layer's linears, by name.
+
+    `rounds` adds a bias to a sum in float32, as PyTorch does; a backward pass would be slow.
+    """
 
     def project(name: str, x: Array) -> Array:
         weight_OI = dense(weights[f"{name}.weight"], x.shape[-1], x.dtype)
+        bias_O = weights.get(f"{name}.bias")
+        if rounds and bias_O is not None and name not in lora:
+            return (exact_product(x, weight_OI.T) + bias_O).astype(x.dtype)
         y = jnp.matmul(x, weight_OI.T, precision=EXACT)
         if name in lora:
             drawn = None if key is None else jax.random.fold_in(key, sorted(lora).index(name))
@@ -56,8 +66,8 @@ def linears(
         y = checkpoint_name(y, PRODUCT)
         if name in lora:
             y = y * _gain(lora[name], weight_OI)
-        if f"{name}.bias" in weights:
-            y = y + weights[f"{name}.bias"]
+        if bias_O is not None:
+            y = y + bias_O
         return y.astype(x.dtype)
 
     return project

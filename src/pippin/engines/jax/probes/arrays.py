@@ -1,6 +1,7 @@
 """Probes of arithmetic, of `.at[]` updates, of gathers and scatters, in every dtype."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,14 @@ from pippin.check import Case
 from pippin.check.families import FLOATS, Family
 from pippin.engines.jax.probes.bench import DTYPES, Bench, exact, gap, unequal
 
-ALL = tuple(DTYPES)
+ALL = (*FLOATS, "int32", "int8", "uint8")
+UPDATES: dict[str, Any] = {
+    "add": np.add,
+    "multiply": np.multiply,
+    "min": np.minimum,
+    "max": np.maximum,
+    "divide": np.divide,
+}
 
 
 def arithmetic(bench: Bench, dtype: str) -> Iterator[Case]:
@@ -51,47 +59,46 @@ def read(bench: Bench, dtype: str) -> Iterator[Case]:
         unequal(a.at[jnp.array([2, 99])].get(mode="fill", fill_value=7)[1], np.full(9, 7)),
     )
     yield "clipped", unequal(a.at[jnp.array([2, 99])].get(mode="clip"), x[[2, 6]])
-    yield "mask", unequal(jnp.where(a > 0, a, 0), np.where(x > 0, x, 0))
+    yield "mask", unequal(a.at[x > 0].get(), x[x > 0])
+    yield "chosen by mask", unequal(jnp.where(a > 0, a, 0), np.where(x > 0, x, 0))
 
 
 def updated(bench: Bench, dtype: str) -> Iterator[Case]:
-    """`.at[]` set, multiply, divide, min and max over slices, lists and masks."""
+    """`.at[]` set, add, multiply, min, max and divide over a slice, a list and a mask."""
     a = bench.draw(dtype, 7, 9)
-    x, rows, columns = exact(a), np.array([6, 0, 3]), np.array([1, 1, 8])
-    wanted = x.copy()
-    wanted[1:6:2, 2:] = 4
-    yield "set of a slice", unequal(a.at[1:6:2, 2:].set(4), wanted)
-    wanted = x.copy()
-    wanted[rows, columns] = 5
-    yield "set of places", unequal(a.at[rows, columns].set(5), wanted)
-    yield "set by mask", unequal(jnp.where(a > 1, 3, a), np.where(x > 1, 3, x))
-    wanted = x.copy()
-    wanted[0] *= 2
-    yield "multiply", unequal(a.at[0].multiply(2), wanted.astype(DTYPES[dtype]))
-    for name in ("min", "max"):
+    x = exact(a)
+    places: dict[str, Any] = {
+        "slice": np.s_[1:6:2, 2:],
+        "list": (np.array([6, 0, 3]), np.array([1, 1, 8])),
+        "mask": x > 1,
+    }
+    for place, where in places.items():
         wanted = x.copy()
-        function = {"min": np.minimum, "max": np.maximum}[name]
-        wanted[:, 1] = function(wanted[:, 1], 1)
-        yield name, unequal(getattr(a.at[:, 1], name)(1), wanted)
-    if dtype in FLOATS:
-        wanted = x.copy()
-        wanted[2] /= 2
-        yield "divide", unequal(a.at[2].divide(2), wanted.astype(DTYPES[dtype]))
+        wanted[where] = 4
+        yield f"set by {place}", unequal(a.at[where].set(4), wanted)
+        for name, update in _updates(dtype):
+            wanted = x.copy()
+            wanted[where] = update(wanted[where], 2)
+            found = getattr(a.at[where], name)(2)
+            yield f"{name} by {place}", unequal(found, wanted.astype(DTYPES[dtype]))
 
 
 def repeated(bench: Bench, dtype: str) -> Iterator[Case]:
     """Repeated places: every addition counts, every factor, and the extremes of all."""
-    a = bench.put(np.ones((5, 3)), dtype)
-    rows = np.array([4, 0, 4, 4, 0])
-    wanted = np.ones((5, 3))
-    np.add.at(wanted, rows, 1)
-    yield "add", unequal(a.at[rows].add(1), wanted)
-    wanted = np.ones((5, 3))
-    np.multiply.at(wanted, rows, 2)
-    yield "multiply", unequal(a.at[rows].multiply(2), wanted)
-    values = bench.put(np.array([3, 9, 7, 5, 2])[:, None] * np.ones(3), dtype)
-    yield "max", unequal(a.at[rows].max(values)[jnp.array([0, 4])], np.array([[9] * 3, [7] * 3]))
-    yield "jitted", unequal(jax.jit(lambda a: a.at[rows].add(2))(a)[4], np.full(3, 7))
+    a, rows = bench.put(np.full((5, 3), 8), dtype), np.array([4, 0, 4, 4, 0])
+    values = np.array([3, 9, 7, 5, 2])[:, None] * np.ones(3)
+    for name, update in _updates(dtype):
+        operand = values if name in ("add", "min", "max") else np.full((5, 1), 2)
+        wanted = np.full((5, 3), 8.0)
+        update.at(wanted, rows, operand)
+        yield name, unequal(getattr(a.at[rows], name)(bench.put(operand, dtype)), wanted)
+    yield "set", unequal(a.at[rows].set(6), np.array([6, 8, 8, 8, 6])[:, None] * np.ones(3))
+    yield "jitted", unequal(jax.jit(lambda a: a.at[rows].add(2))(a)[4], np.full(3, 14))
+
+
+def _updates(dtype: str) -> Iterator[tuple[str, Any]]:
+    """Whole numbers are not divided."""
+    return ((n, update) for n, update in UPDATES.items() if n != "divide" or dtype in FLOATS)
 
 
 def scattered(bench: Bench, dtype: str) -> Iterator[Case]:

@@ -19,8 +19,12 @@ DTYPES: dict[str, Any] = {
     "float16": np.float16,
     "bfloat16": ml_dtypes.bfloat16,
     "int32": np.int32,
+    "int16": np.int16,
     "int8": np.int8,
+    "uint32": np.uint32,
+    "uint16": np.uint16,
     "uint8": np.uint8,
+    "bool": np.bool_,
 }
 
 
@@ -32,11 +36,12 @@ class Bench:
     shapes: Shapes
 
     def draw(self, dtype: str, *shape: int, seed: int = 0) -> Array:
-        """Normal numbers, or whole ones of -50 to 50 (0 to 50), the same on every device."""
+        """Normal numbers, or whole ones of -50 to 50 (0 to 50; 0 and 1), alike on every device."""
         rng = np.random.default_rng(seed)
         if dtype in families.FLOATS:
             return self.put(rng.normal(size=shape), dtype)
-        return self.put(rng.integers(0 if dtype == "uint8" else -50, 51, shape), dtype)
+        low, high = (0, 2) if dtype == "bool" else (-50, 51)
+        return self.put(rng.integers(0 if dtype[0] == "u" else low, high, shape), dtype)
 
     def put(self, array: Any, dtype: str) -> Array:
         """On the device."""

@@ -26,6 +26,8 @@ def products(bench: Bench, dtype: str) -> Iterator[Case]:
         preferred_element_type=jnp.float32,
     )
     yield "float32 out", gap(mixed, wanted) + float(mixed.dtype != jnp.float32)
+    sides = lax.dot_general(a, b.astype(jnp.float32), (((1,), (1,)), ((), ())), precision="highest")
+    yield "sides of two dtypes", gap(sides, wanted)
     c, d = bench.draw(dtype, 4, 9, 16), bench.draw(dtype, 4, 16, 5, seed=1)
     yield "batched", gap(jnp.matmul(c, d, precision=lax.Precision.HIGHEST), exact(c) @ exact(d))
     long, wide = bench.draw(dtype, 2, 20000), bench.draw(dtype, 20000, 2, seed=1)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from pippin.check import Case
 from pippin.check.families import FLOATS, Family
+from pippin.engines.jax.probes.arrays import ALL
 from pippin.engines.jax.probes.bench import DTYPES, Bench, exact, gap, unequal
 
 # (low, high, interior) by axis.
@@ -27,7 +28,7 @@ def padded(bench: Bench, dtype: str) -> Iterator[Case]:
     """Every sign of every edge, eagerly and compiled."""
     a, value = bench.draw(dtype, 3, 4), np.asarray(7).astype(DTYPES[dtype])
     for config in CONFIGS:
-        wanted = _pad(exact(a), config, 7)
+        wanted = _pad(exact(a), config, float(value))
         yield f"{config}", unequal(lax.pad(a, value, config), wanted)
         compiled = jax.jit(lambda a, config=config: lax.pad(a, value, config))
         yield f"{config} compiled", unequal(compiled(a), wanted)
@@ -87,7 +88,7 @@ def _correlate(x: NDArray[Any], kernel: NDArray[Any]) -> NDArray[Any]:
 
 FAMILIES = (
     Family(name="pad.edges", measure=padded, dtypes=tuple(DTYPES), tolerance=0),
-    Family(name="pad.value", measure=value_dtype, dtypes=tuple(DTYPES), tolerance=0),
+    Family(name="pad.value", measure=value_dtype, dtypes=ALL, tolerance=0),
     Family(name="pad.gradient", measure=gradient, dtypes=FLOATS, tolerance=0),
     Family(name="pad.dilated", measure=dilated),
 )
