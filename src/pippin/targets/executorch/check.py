@@ -5,10 +5,10 @@ move a code by a step, and each step moves others: in a deep model two runs that
 but the order of a sum end apart by as much as the rounding itself. How far is measured beside the
 file, by nudging the eager program; the file may not differ by more than that.
 
-Shape letters: B batch (1), T tokens, V vocab, D hidden, N runs: the program and its nudged ones.
+Shape letters: B batch (1), T tokens, V vocab, D hidden.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -23,9 +23,11 @@ from pippin.targets.executorch.runtime import PteModel
 from pippin.targets.native_log import without_harmless_lines
 
 # Relative size of the nudge: above float32's own rounding, far below a step of int8.
-NUDGE, NUDGES = 1e-5, 2
+NUDGE = 1e-5
 # Allowed over the nudged program: factor and offset of the KL, share of top-1 tokens.
 KL_FACTOR, KL_OFFSET, TOP1_SLACK = 2.0, 1e-3, 0.05
+# Tokens whose logits are held at a time.
+_TOGETHER = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,16 +51,15 @@ class Figures:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Row:
-    """One row's figures a token, and where it was taken at once."""
+class _Part:
+    """Some tokens of a row, each with its figures."""
 
     kl_T: Tensor
     nudged_kl_T: Tensor
     equal_T: Tensor
     nudged_equal_T: Tensor
-    difference_T: Tensor
-    max_difference: float
-    prefill_kl: float
+    median_T: Tensor
+    most_T: Tensor
 
 
 class CheckedModel(PteModel):
@@ -67,18 +68,24 @@ class CheckedModel(PteModel):
     def __init__(self, path: Path, weights: Weights) -> None:
         super().__init__(path, weights.shape.context)
         self._weights = weights
-        self._rows: list[_Row] = []
+        self._parts: list[_Part] = []
+        self._prefill_kls: list[float] = []
 
     def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """Logits after every token of one row, (T, V), a step each."""
-        found_TV, prefill_V = super().logits(tokens), self.last_logits(tokens, 0)
-        eager_NTV = eager_logits(self._weights, tokens, NUDGES)
-        self._rows.append(_compare(eager_NTV, *map(torch.from_numpy, (found_TV, prefill_V))))
+        found_TV = super().logits(tokens)
+        last_V, at_once_V = map(torch.from_numpy, (found_TV[-1], self.last_logits(tokens, 0)))
+        self._prefill_kls.append(float(_kl(last_V.log_softmax(-1), at_once_V.log_softmax(-1))))
+        eager = eager_logits(self._weights, tokens)
+        for (expected_TV, nudged_TV), part_TV in zip(
+            eager, torch.from_numpy(found_TV).split(_TOGETHER), strict=True
+        ):
+            self._parts.append(_compare(expected_TV, nudged_TV, part_TV))
         return found_TV
 
     def figures(self) -> Figures:
         """The file beside eager torch; PippinError where they differ by more than rounding."""
-        figures = _figures(self._rows)
+        figures = _figures(self._parts, self._prefill_kls)
         kl_limit = KL_FACTOR * figures.nudged_kl + KL_OFFSET
         top1_limit = figures.nudged_top1 - TOP1_SLACK
         # Written so that a figure that is not a number fails.
@@ -93,58 +100,60 @@ class CheckedModel(PteModel):
         return figures
 
 
-def eager_logits(weights: Weights, tokens: Sequence[int], nudges: int = 0) -> Tensor:
-    """Logits after every token, (N, T, V) float32: the exported program's, then nudged ones'.
+def eager_logits(weights: Weights, tokens: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Logits after every token, (T, V) float32, of the exported program and of a nudged run.
 
-    The runs go through a layer together, which expands its weights once. A row begins at 0, so all
-    layers and runs share one cache.
+    They come _TOGETHER tokens at a time. Both runs go through a layer at once, which expands its
+    weights once; a row begins at 0, so all layers and runs can share one cache.
     """
-    length, runs, shape = len(tokens), 1 + nudges, weights.shape
+    length, cache = len(tokens), weights.parts.cache(weights.shape)
     with torch.no_grad(), without_harmless_lines():
         ids_BT = torch.tensor([[int(token) for token in tokens]])
         x_BTD, where = weights.entry(ids_BT, torch.tensor([0]))
-        x_BTD = torch.cat([x_BTD, *(_nudged(x_BTD, seed) for seed in range(nudges))], 1)
-        cache = weights.parts.cache(shape)
+        x_BTD = torch.cat([x_BTD, _nudged(x_BTD)], 1)
         for layer, (rope, place) in zip(weights.layers, where, strict=True):
-            heads = layer.before(x_BTD, tuple(part.repeat(1, runs, 1, 1) for part in rope))
+            heads = layer.before(x_BTD, tuple(part.repeat(1, 2, 1, 1) for part in rope))
             of_runs = zip(*(part.split(length, 1) for part in heads), strict=True)
             mixed_BTHC = torch.cat([cache(*qkv, place) for qkv in of_runs], 1)
             x_BTD = layer.after(x_BTD, mixed_BTHC)
-        return weights.exit(x_BTD).view(runs, length, -1)
+        plain, nudged = (run_TD.split(_TOGETHER) for run_TD in x_BTD[0].split(length))
+        for plain_TD, nudged_TD in zip(plain, nudged, strict=True):
+            yield weights.exit(plain_TD), weights.exit(nudged_TD)
 
 
-def _nudged(x_BTD: Tensor, seed: int) -> Tensor:
-    random = torch.Generator().manual_seed(seed)
+def _nudged(x_BTD: Tensor) -> Tensor:
+    random = torch.Generator().manual_seed(0)
     return x_BTD * (1 + NUDGE * torch.randn(x_BTD.shape, generator=random))
 
 
-def _compare(eager_NTV: Tensor, found_TV: Tensor, prefill_V: Tensor) -> _Row:
-    expected_TV, *nudged = eager_NTV.log_softmax(-1)
-    said_TV, best_T = found_TV.log_softmax(-1), expected_TV.argmax(-1)
-    difference_TV = (found_TV - eager_NTV[0]).abs()
-    return _Row(
-        kl_T=_kl(expected_TV, said_TV),
-        nudged_kl_T=torch.stack([_kl(expected_TV, other_TV) for other_TV in nudged]).mean(0),
-        equal_T=(said_TV.argmax(-1) == best_T).float(),
-        nudged_equal_T=torch.stack([n_TV.argmax(-1) == best_T for n_TV in nudged]).float().mean(0),
-        difference_T=difference_TV.median(-1).values,
-        max_difference=float(difference_TV.max()),
-        prefill_kl=float(_kl(said_TV[-1], prefill_V.log_softmax(-1))),
+def _compare(expected_TV: Tensor, nudged_TV: Tensor, found_TV: Tensor) -> _Part:
+    difference_TV = (found_TV - expected_TV).abs()
+    p_TV, nudged_TV, q_TV = (x.log_softmax(-1) for x in (expected_TV, nudged_TV, found_TV))
+    best_T = p_TV.argmax(-1)
+    return _Part(
+        kl_T=_kl(p_TV, q_TV),
+        nudged_kl_T=_kl(p_TV, nudged_TV),
+        equal_T=q_TV.argmax(-1) == best_T,
+        nudged_equal_T=nudged_TV.argmax(-1) == best_T,
+        median_T=difference_TV.median(-1).values,
+        most_T=difference_TV.amax(-1),
     )
 
 
-def _figures(rows: list[_Row]) -> Figures:
-    kl_T = torch.cat([row.kl_T for row in rows])
+def _figures(parts: list[_Part], prefill_kls: list[float]) -> Figures:
+    def joined(name: str) -> Tensor:
+        return torch.cat([getattr(part, name) for part in parts]).float()
+
     return Figures(
-        rows=len(rows),
-        tokens=len(kl_T),
-        mean_kl=float(kl_T.mean()),
-        nudged_kl=float(torch.cat([row.nudged_kl_T for row in rows]).mean()),
-        top1=float(torch.cat([row.equal_T for row in rows]).mean()),
-        nudged_top1=float(torch.cat([row.nudged_equal_T for row in rows]).mean()),
-        prefill_kl=sum(row.prefill_kl for row in rows) / len(rows),
-        max_difference=max(row.max_difference for row in rows),
-        median_difference=float(torch.cat([row.difference_T for row in rows]).median()),
+        rows=len(prefill_kls),
+        tokens=len(joined("kl_T")),
+        mean_kl=float(joined("kl_T").mean()),
+        nudged_kl=float(joined("nudged_kl_T").mean()),
+        top1=float(joined("equal_T").mean()),
+        nudged_top1=float(joined("nudged_equal_T").mean()),
+        prefill_kl=sum(prefill_kls) / len(prefill_kls),
+        max_difference=float(joined("most_T").max()),
+        median_difference=float(joined("median_T").median()),
     )
 
 
