@@ -12,10 +12,11 @@ class Job:
     """One step of a plan.
 
     `inputs` by role: `model` a Hugging Face folder, `adapter` a PEFT folder and `trained_on` its
-    base where that is `model` in fewer bits, `bundle` a deployed one, `calibration` a file of
-    rows, `parent` the evaluation of what this was made from, `base` and `tuned` the evaluations that bracket the adapter's gain.
-    `subject` names what is evaluated (base, adapter, merged, quantized, deployed) or the target
-    that is deployed to. `memory` is the plan's peak in bytes, where there is one.
+    base where that is `model` in fewer bits, `bundle` a deployed one, `calibration` a file of rows,
+    `parent` the evaluation of what this was made from, `base` and `tuned` the evaluations that
+    bracket the adapter's gain. `subject` names what is evaluated (base, adapter, merged, quantized,
+    deployed) or the target that is deployed to. `memory` is the plan's peak in bytes, where there
+    is one.
     """
 
     stage: str

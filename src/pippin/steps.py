@@ -5,8 +5,7 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from pippin.data.dataset import locate_file
-from pippin.errors import UsageError
+from pippin.errors import DataError, UsageError
 from pippin.figures import counted
 from pippin.model.source import locate, locate_adapter, locate_adapter_base
 from pippin.quantizers import CALIBRATED
@@ -221,7 +220,14 @@ def _quantize(recipe: Recipe, run: Path, inputs: dict[str, Path]) -> Step:
 def _calibration(recipe: Recipe) -> dict[str, Path]:
     """The file that is read in place of the training rows, where the recipe names one."""
     name = recipe.quantize.calibration
-    return {} if name is None else {"calibration": locate_file(name, recipe.folder)}
+    if name is None:
+        return {}
+    file = recipe.folder / Path(name).expanduser()
+    if not file.is_file():
+        raise DataError(
+            f"there is no file {file}", "quantize.calibration starts at the recipe's folder"
+        )
+    return {"calibration": file}
 
 
 def _quantize_title(recipe: Recipe) -> str:

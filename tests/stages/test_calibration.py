@@ -392,7 +392,7 @@ def test_text_of_a_file_calibrates_in_the_place_of_rows(place: Path, tmp_path: P
     assert any("rows of other.txt" in told for told in texts)
     _run(place, tmp_path / "own")
     assert _bytes(tmp_path / "other") != _bytes(tmp_path / "own")
-    with pytest.raises(DataError, match="no file or folder"):
+    with pytest.raises(DataError, match="there is no file"):
         make_steps(_recipe(place, replace(asked, calibration="othr.txt")))
 
 

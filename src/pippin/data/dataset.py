@@ -55,14 +55,6 @@ def load_split(data: Data, folder: Path, split: Split) -> list[Row]:
     return rows[: data.max_rows] if split == "train" else rows
 
 
-def locate_file(name: str, folder: Path) -> Path:
-    """A file of rows or text; relative paths start at `folder`. Raises DataError without one."""
-    path = _locate(name, folder)
-    if not path.is_file():
-        raise DataError(f"{path} is a folder", "name one of its files")
-    return path
-
-
 def load_file(path: Path, data: Data) -> list[Row]:
     """All rows of one file, in the format that its first row tells."""
     return _read_rows((path,), replace(data, format="auto"))
