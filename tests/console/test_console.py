@@ -9,7 +9,7 @@ from rich.console import Console as Rich
 from tests.tiny_runs import MACHINE, make_recipe
 
 from pippin import figures
-from pippin.console import Console, make_rich, printers, tables
+from pippin.console import COLUMNS, Console, make_rich, printers, tables
 from pippin.console.printers import LinePrinter, TerminalPrinter
 from pippin.events import Finished, Metric, Notice, Progress, Started
 from pippin.plan import make_plan
@@ -171,6 +171,14 @@ def test_summary_fits_and_shows_every_figure(width):
     (line,) = (line for line in lines if line.strip().startswith("deployed"))
     for key in ("rows", "loss", "kl", "top1", "exact_match", "gain_kept", "size_bytes", "gates"):
         assert ROW[key] in line
+
+
+def test_a_narrow_terminal_cuts_no_figure(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "30")
+    out = io.StringIO()
+    Console(out=make_rich(out, COLUMNS)).results(ROWS, [], "report.html")
+    assert ROW["size_bytes"] in out.getvalue()
+    assert "…" not in out.getvalue()
 
 
 def test_operators_left_outside_are_named_with_their_reason():

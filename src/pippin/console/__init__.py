@@ -19,12 +19,20 @@ from pippin.data.show import Look
 from pippin.events import Event, Notice, Progress, Started
 from pippin.plan import Plan
 
+COLUMNS = 80  # what tables need
 
-def make_rich(file: TextIO) -> Rich:
-    """A rich console that prints text as it is; colour and width follow terminal and NO_COLOR."""
+
+def make_rich(file: TextIO, least: int = 0) -> Rich:
+    """A rich console that prints text as it is; colour and width follow terminal and NO_COLOR.
+
+    Where the terminal has fewer than `least` columns it wraps long lines itself: no figure is cut.
+    """
     if isinstance(file, io.TextIOWrapper):
         file.reconfigure(errors="replace")  # a terminal without a letter still shows the rest
-    return Rich(file=file, markup=False, highlight=False, emoji=False)
+    rich = Rich(file=file, markup=False, highlight=False, emoji=False)
+    if rich.width < least:
+        rich.width = least
+    return rich
 
 
 @dataclass(kw_only=True)
@@ -32,7 +40,7 @@ class Console:
     """Prints one command's work. `mode`: auto (terminal or lines, as stderr is), json, quiet."""
 
     mode: str = "auto"
-    out: Rich = field(default_factory=lambda: make_rich(sys.stdout))
+    out: Rich = field(default_factory=lambda: make_rich(sys.stdout, COLUMNS))
     err: Rich = field(default_factory=lambda: make_rich(sys.stderr))
 
     def printer(self) -> Printer:
