@@ -149,6 +149,10 @@ def test_another_tokenizer_of_equal_size_does_not_speak(bundle, tmp_path):
     (copy / "tokenizer.json").write_text(swapped)
     with pytest.raises(ModelError, match=r"tokenizer\.json is not the file"):
         load_speaker(copy, lambda notice: None)
+    (copy / "tokenizer.json").write_text(text)
+    (copy / "added_tokens.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"added_tokens\.json is not the file"):
+        load_speaker(copy, lambda notice: None)
 
 
 def test_a_file_that_computes_something_else_is_refused(bundle, quantized, tmp_path):

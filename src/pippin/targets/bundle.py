@@ -11,7 +11,7 @@ from pippin import artifact
 from pippin.errors import ModelError
 from pippin.events import Notice, Progress
 from pippin.model import source
-from pippin.model.names import CONFIG, GENERATION_CONFIG
+from pippin.model.names import CONFIG, GENERATION_CONFIG, SIDE_FILES
 from pippin.model.tokenizer import Tokenizer
 from pippin.targets import Bundle, refuse_context
 from pippin.targets.guide import Guide, render
@@ -94,15 +94,19 @@ def finish(bundle: Bundle, description: dict[str, Any], guide: Callable[[Any], G
 
 
 def read_description(folder: Path) -> dict[str, Any]:
-    """deploy.json. Raises ModelError where a file is missing or not as it was deployed."""
+    """deploy.json. Raises ModelError where a file is missing, added or not as it was deployed."""
     try:
         description = json.loads((folder / DESCRIPTION).read_text())
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{folder}: {error}", "deploy again: --redo deploy") from error
-    for name, digest in description["digests"].items():
-        if not (folder / name).is_file() or artifact.digest(folder / name) != digest:
+        digests = description["digests"]
+    except (OSError, ValueError, KeyError) as error:
+        path = folder / DESCRIPTION
+        raise ModelError(f"{path}: {error!r}", "deploy again: --redo deploy") from error
+    added = {name for name in SIDE_FILES if (folder / name).is_file()} - digests.keys()
+    for name in (*digests, *sorted(added)):
+        path = folder / name
+        if name in added or not path.is_file() or artifact.digest(path) != digests[name]:
             raise ModelError(
-                f"{folder / name} is not the file that was deployed",
+                f"{path} is not the file that was deployed",
                 "a tokenizer of another model gives other tokens; deploy again: --redo deploy",
             )
     return description
