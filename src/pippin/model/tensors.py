@@ -86,8 +86,9 @@ def row_chunks(tensor: Shaped, chunk_bytes: int) -> Iterator[tuple[int, int]]:
 def is_finite(tensor: NDArray[Any]) -> bool:
     """Whether no element is NaN or infinite; whole numbers always are finite."""
     if tensor.dtype == ml_dtypes.bfloat16:
-        # The exponent bits are those of the upper half of a float32; this is many times faster.
-        return bool(((tensor.view(np.uint16) & 0x7F80) != 0x7F80).all())
+        # As bits: what is not finite is above all that is positive, or above all that is negative.
+        signed, unsigned = tensor.view(np.int16), tensor.view(np.uint16)
+        return bool(signed.max(initial=0) < 0x7F80 and unsigned.max(initial=0) < 0xFF80)
     if tensor.dtype.kind in "biu":
         return True
     return bool(np.isfinite(tensor).all())

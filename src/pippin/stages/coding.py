@@ -23,12 +23,11 @@ from pippin.quantizers.choices import Choice
 from pippin.quantizers.hessian import Hessian
 from pippin.quantizers.in_turn import InTurn, spans
 
-# Small enough for a processor's cache, and for memory that malloc keeps instead of giving it back:
-# chunks of 2 MB take a hundred times the page faults and twice the time.
-_CHUNK_BYTES = 1 << 20
-# Kernels read weights as they are stored, and are done with less before threads have taken turns.
-_KERNEL_CHUNK_BYTES = 4 << 20
-# Numpy and kernels let go of the interpreter. More threads would wait for memory.
+# Small enough for a processor's cache, and for blocks that the heap keeps instead of giving them
+# back, see steady_heap; large enough that threads seldom wait for the interpreter.
+_CHUNK_BYTES = 3 << 20
+# Numpy and kernels let go of the interpreter. More threads would wait for memory; one more than
+# cores, as one waits for the disk.
 _MOST_THREADS = 8
 # Rounding under a Hessian goes through all inputs for every chunk: fewer, larger ones.
 _CALIBRATED_CHUNK_BYTES = 32 << 20
@@ -194,10 +193,9 @@ class Coder:
         if hessian:
             chunks = list(row_chunks(info, _CALIBRATED_CHUNK_BYTES))
             return sum((chunk(rows) for rows in chunks), Error())
-        with ThreadPoolExecutor(min(_MOST_THREADS, cores())) as threads:
-            large = method == "rtn" and kernels.missing() is None
-            size = _KERNEL_CHUNK_BYTES if large else _CHUNK_BYTES
-            return sum(threads.map(chunk, row_chunks(info, size)), Error())
+        with ThreadPoolExecutor(min(_MOST_THREADS, cores() + 1)) as threads:
+            done = threads.map(chunk, row_chunks(info, _CHUNK_BYTES))
+            return sum(done, Error())
 
     def _write_chunk(
         self,
