@@ -98,9 +98,9 @@ def test_layers_keep_what_a_training_saves(tmp_path, kind, dtype, method, attent
     shape = asked(folder, method, dtype, lora, math=attention == "math")
     config = read_config(folder)
     forecast = train_bytes(config, shape).kept
-    # Angles and indices; behind layers by hand the last norm's input in the place of angles.
-    width = SIZES["hidden_size"] if by_hand(config, shape) else 2 * 32
-    besides = width * shape.itemsize + 4 * 9
+    # Angles and indices; behind layers by hand the last norm's input.
+    own = SIZES["hidden_size"] * shape.itemsize
+    besides = own if by_hand(config, shape) else 2 * 32 * shape.itemsize + 4 * 9
     # An adapter's first norm keeps nothing, as nothing below it is trained; the last one does.
     last = _norm_kept(config, shape) * SIZES["hidden_size"] if method == "full" else 0
     found = saved_bytes(make_trainer(folder, method, dtype, lora, attention))

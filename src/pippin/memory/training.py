@@ -81,7 +81,7 @@ def train_bytes(shape: Shape, train: TrainShape) -> TrainBytes:
     head = table * b if train.full else 0
     return TrainBytes(
         weights=weight_bytes(shape, train),
-        masters=0 if train.full and b == 4 else 4 * t,
+        masters=(0 if train.full and b == 4 else 4 * t) + _places(shape, train),
         moments=8 * t,
         gradients=4 * t,
         at_start=_trial(shape, train, ends),
@@ -146,7 +146,7 @@ def _backward(shape: Shape, train: TrainShape) -> int:
         return n * b * (2 * f + d)
     if by_hand(shape, train) and train.device == "cpu":
         q, k = widths(shape)
-        return n * b * (2 * f + 5 * d + 2 * q + 2 * k)
+        return n * b * (3 * f + 5 * d + 2 * q + 2 * k)
     plain = train.math or train.device == "mps"
     scores = 8 * shape.num_heads * train.longest**2 if plain else 0
     norms = 24 * n * d if family_of(shape).own else 0  # six of them in float32
@@ -160,6 +160,12 @@ def _loss(shape: Shape, train: TrainShape) -> int:
     chunk = LOSS_BYTES if train.device == "cuda" else OTHER_LOSS_BYTES * train.itemsize // 4
     block = 0 if train.kernels else 1 << 20
     return min(train.tokens * shape.vocab_size * train.itemsize, chunk) + block
+
+
+def _places(shape: Shape, train: TrainShape) -> int:
+    """A CPU's layers by hand keep their adapters as products read them too."""
+    there = by_hand(shape, train) and train.device == "cpu" and train.itemsize != 4
+    return train.trained * train.itemsize if there else 0
 
 
 def _casts(shape: Shape, train: TrainShape) -> int:

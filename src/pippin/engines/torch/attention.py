@@ -27,7 +27,7 @@ class Packing:
 
     `math` asks for plain products. On a CUDA device either `first_T` and `last_T` int32, the begin
     and the end of every token's sample, or `offsets` int32, the bounds. `seen` collects what the
-    layers asked for.
+    layers asked for. Where `read_S` is there, a last layer of our own returns those tokens alone.
     """
 
     bounds: tuple[tuple[int, int], ...]
@@ -36,6 +36,7 @@ class Packing:
     first_T: Tensor | None = None
     last_T: Tensor | None = None
     seen: set[str] | None = None
+    read_S: Tensor | None = None
 
     @property
     def longest(self) -> int:

@@ -51,7 +51,7 @@ def replace_layers(
     if packing.first_T is None and not on_cpu:
         return "its attention is not one kernel for all samples"
     calls = layer_calls(network, layers, rows)
-    float8, make = train.frozen_dtype == "float8", _maker(on_cpu, train)
+    float8, make = train.frozen_dtype == "float8", _maker(on_cpu, train, len(layers))
     for number, (layer, call) in enumerate(zip(layers, calls, strict=True)):
         made = make(layer, number)
         fault = made if isinstance(made, str) else _replace(layer, made, call, number, float8)
@@ -108,7 +108,7 @@ def _on_cuda(layer: nn.Module, float8: bool) -> str | Made:
     return forward_of(parts), parts.frames
 
 
-def _maker(on_cpu: bool, train: Train) -> Callable[[nn.Module, int], str | Made]:
+def _maker(on_cpu: bool, train: Train, layers: int) -> Callable[[nn.Module, int], str | Made]:
     """What makes a layer, given its number, of our own code."""
     if not on_cpu:
         return lambda layer, _: _on_cuda(layer, train.frozen_dtype == "float8")
@@ -117,7 +117,7 @@ def _maker(on_cpu: bool, train: Train) -> Callable[[nn.Module, int], str | Made]
     room = None if train.recomputed else Room()
 
     def make(layer: nn.Module, number: int) -> str | Made:
-        parts = find_parts(layer, number, room)
+        parts = find_parts(layer, number, number == layers - 1, room)
         return parts if isinstance(parts, str) else (forward_of(parts), ())
 
     return make

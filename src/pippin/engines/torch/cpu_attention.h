@@ -13,24 +13,43 @@ constexpr int TALL = 8, BLOCK = 16;
 
 inline int padded(int size) { return (size + LANES - 1) / LANES * LANES; }
 
-// A float matrix in rows of whole lanes, padded with zeros.
+// What a thread's matrices lie in, the latest one last: the next job takes it up again.
+thread_local std::vector<std::vector<float>> places;
+thread_local size_t taken = 0;
+
+inline float* take(size_t size) {
+    if (places.size() == taken) places.emplace_back();
+    std::vector<float>& place = places[taken++];
+    if (place.size() < size) place.resize(size);
+    return place.data();
+}
+
+// A float matrix in rows of whole lanes, its numbers anything at first.
 struct Matrix {
-    int row;
-    std::vector<float> values;
-    Matrix(int rows, int columns) : row(columns), values(size_t(rows) * columns) {}
-    float* at(int r) { return values.data() + size_t(r) * row; }
+    int rows, row;
+    float* values;
+    Matrix(int rows, int columns)
+        : rows(rows), row(columns), values(take(size_t(rows) * columns)) {}
+    Matrix(const Matrix&) = delete;
+    ~Matrix() { --taken; }
+    float* at(int r) { return values + size_t(r) * row; }
+    void clear() { std::fill(at(0), at(rows), 0.0f); }
+    // Zeros where `from` has none.
     template <class T>
-    void fill(const T* from, size_t stride, int rows, int columns, float scale = 1) {
-        for (int r = 0; r < rows; ++r)
+    void fill(const T* from, size_t stride, int filled, int columns, float scale = 1) {
+        for (int r = 0; r < filled; ++r) {
             for (int c = 0; c < columns; ++c) at(r)[c] = scale * get(from[r * stride + c]);
+            std::fill(at(r) + columns, at(r + 1), 0.0f);
+        }
+        std::fill(at(filled), at(rows), 0.0f);
     }
-    void turn(Matrix& from, int rows) {
-        for (int r = 0; r < rows; ++r)
+    void turn(Matrix& from) {
+        for (int r = 0; r < from.rows; ++r)
             for (int c = 0; c < from.row; ++c) at(c)[r] = from.at(r)[c];
     }
     template <class T>
-    void write(T* to, size_t stride, int rows, int columns, float scale = 1) {
-        for (int r = 0; r < rows; ++r)
+    void write(T* to, size_t stride, int filled, int columns, float scale = 1) {
+        for (int r = 0; r < filled; ++r)
             for (int c = 0; c < columns; ++c) put(to[r * stride + c], scale * at(r)[c]);
     }
 };
@@ -82,20 +101,18 @@ struct Call {
 // Keys and values of one kv head over one sample, as they are and turned.
 struct Sample {
     int start, length, rows, wide;
-    Matrix key, value, key_turned, value_turned, weights;
+    Matrix key, value, key_turned, weights;
     template <class T>
     Sample(const Call& call, int job, const T* k, const T* v)
         : start(call.bounds[job / call.kv_heads]),
           length(int(call.bounds[job / call.kv_heads + 1]) - start),
           rows(padded(length)), wide(padded(call.channels)),
-          key(rows, wide), value(rows, wide), key_turned(wide, rows), value_turned(wide, rows),
-          weights(BLOCK, rows) {
+          key(rows, wide), value(rows, wide), key_turned(wide, rows), weights(BLOCK, rows) {
         size_t stride = call.kv_heads * call.channels;
         size_t at = start * stride + job % call.kv_heads * call.channels;
         key.fill(k + at, stride, length, call.channels);
         value.fill(v + at, stride, length, call.channels);
-        key_turned.turn(key, length);
-        value_turned.turn(value, length);
+        key_turned.turn(key);
     }
     // Weights of `count` queries from `first` on; keys behind the last of them are not met.
     void weigh(Matrix& query, int first, int count, int window) {
@@ -146,6 +163,10 @@ void attend_grad_all(const Call& call, const T* grad, const T* q, const T* k, co
         Sample s(call, job, k, v);
         Matrix query(s.rows, s.wide), out(s.rows, s.wide), d_query(s.rows, s.wide);
         Matrix d_key(s.rows, s.wide), d_value(s.rows, s.wide), d_weights(BLOCK, s.rows);
+        Matrix value_turned(s.wide, s.rows);
+        value_turned.turn(s.value);
+        d_key.clear();
+        d_value.clear();
         for (int j = 0; j < call.group(); ++j) {
             size_t at = s.start * stride + (job % call.kv_heads * call.group() + j) * call.channels;
             query.fill(q + at, stride, s.length, call.channels, call.scale);
@@ -153,7 +174,7 @@ void attend_grad_all(const Call& call, const T* grad, const T* q, const T* k, co
             for (int first = 0; first < s.rows; first += BLOCK) {
                 int count = std::min(BLOCK, s.rows - first), seen = first + count;
                 s.weigh(query, first, count, call.window);
-                product(d_weights.at(0), s.rows, out.at(first), s.wide, 1, s.value_turned.at(0),
+                product(d_weights.at(0), s.rows, out.at(first), s.wide, 1, value_turned.at(0),
                         s.rows, count, s.wide, seen, false);
                 product(d_value.at(0), s.wide, s.weights.at(0), 1, s.rows, out.at(first), s.wide,
                         seen, count, s.wide, true);

@@ -61,14 +61,17 @@ void gate_all(const T* gate, const T* up, T* out, int64_t count) {
     }
 }
 
-// `d_up` may stand where `grad` does.
+// silu(gate) * up is made again on the way; `d_up` may stand where `grad` does.
 template <class T>
-void gate_grad_all(const T* grad, const T* gate, const T* up, T* d_gate, T* d_up, int64_t count) {
+void gate_grad_all(const T* grad, const T* gate, const T* up, T* d_gate, T* d_up, T* gated,
+                   int64_t count) {
 #pragma omp parallel for simd
     for (int64_t i = 0; i < count; ++i) {
-        float d = get(grad[i]), g = get(gate[i]), share = chance(g), silu = g * share;
-        put(d_gate[i], d * get(up[i]) * (share + silu * (1.0f - share)));
+        float d = get(grad[i]), g = get(gate[i]), u = get(up[i]);
+        float share = chance(g), silu = g * share;
+        put(d_gate[i], d * u * (share + silu * (1.0f - share)));
         put(d_up[i], d * silu);
+        put(gated[i], silu * u);
     }
 }
 
@@ -127,9 +130,9 @@ void loss_rows(T* products, const int64_t* targets, float* losses, int rows, int
     void gate##TAIL(const T* gate, const T* up, T* out, int64_t count) {                          \
         gate_all(gate, up, out, count);                                                           \
     }                                                                                             \
-    void gate_grad##TAIL(const T* grad, const T* gate, const T* up, T* d_gate, T* d_up,           \
+    void gate_grad##TAIL(const T* grad, const T* gate, const T* up, T* d_gate, T* d_up, T* gated, \
                          int64_t count) {                                                         \
-        gate_grad_all(grad, gate, up, d_gate, d_up, count);                                       \
+        gate_grad_all(grad, gate, up, d_gate, d_up, gated, count);                                \
     }                                                                                             \
     void rotate##TAIL(T* x, const T* cosines, const T* sines, int rows, int heads, int channels,  \
                       int width, float sign) {                                                    \

@@ -19,7 +19,7 @@ SIGNATURES = {
     "norm": "pppiif",
     "norm_grad": "pppppiif",
     "gate": "pppl",
-    "gate_grad": "pppppl",
+    "gate_grad": "ppppppl",
     "rotate": "pppiiiif",
     "attend": "ppppp",
     "attend_grad": "pppppppp",
@@ -67,11 +67,11 @@ def gate(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
     return out_TF
 
 
-def gate_grad(grad_TF: Tensor, gate_TF: Tensor, up_TF: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of gate and up; the latter takes the place of `grad_TF`."""
-    out_TF = torch.empty_like(gate_TF)
-    _run("gate_grad", grad_TF, gate_TF, up_TF, out_TF, grad_TF, out_TF.numel())
-    return out_TF, grad_TF
+def gate_grad(grad_TF: Tensor, gate_TF: Tensor, up_TF: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of gate and up, and silu(gate) * up; that of up takes `grad_TF`'s place."""
+    d_gate_TF, gated_TF = torch.empty_like(gate_TF), torch.empty_like(gate_TF)
+    _run("gate_grad", grad_TF, gate_TF, up_TF, d_gate_TF, grad_TF, gated_TF, grad_TF.numel())
+    return d_gate_TF, grad_TF, gated_TF
 
 
 def rotate(x_TO: Tensor, angles: tuple[Tensor, Tensor], channels: int, sign: float) -> None:

@@ -65,34 +65,35 @@ class Group:
                 y_TO.add_(linear.bias)
         return z_TE
 
-    def backward(
-        self, dys: list[Tensor], x_TI: Tensor, z_TE: Tensor
-    ) -> tuple[Tensor, list[Tensor]]:
-        """The gradient of x (T, I), and those of the masters."""
-        dz_TE, grads = self.grads(dys, x_TI, z_TE)
-        dx_TI, terms = torch.empty_like(x_TI), []
-        for dy_TO, linear, pair in zip(dys, self.linears, self.pairs, strict=True):
-            terms.append((dy_TO, linear.weight))
-            if pair is not None:
-                terms.append((dz_TE[:, pair.ranks], pair.a_RI))
-        add_products(dx_TI, terms)
-        return dx_TI, grads
-
-    def grads(self, dys: list[Tensor], x_TI: Tensor, z_TE: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """scale * dy B (T, E), and the gradients of the masters."""
-        dz_TE, z_ET, b_grads = torch.empty_like(z_TE), z_TE.T.contiguous(), []
-        if not self.adapters:
-            return dz_TE, []
-        exact = self.adapters[0].lora_A.dtype
+    def narrow(self, dys: list[Tensor]) -> Tensor:
+        """scale * dy B, (T, E)."""
+        dz_TE = dys[0].new_empty(len(dys[0]), sum(self.ranks))
         for dy_TO, pair in zip(dys, self.pairs, strict=True):
             if pair is not None:
                 add_products(dz_TE[:, pair.ranks], [(dy_TO, pair.b_OR)], scale=self.scale)
+        return dz_TE
+
+    def backward(self, dys: list[Tensor], dz_TE: Tensor) -> Tensor:
+        """The gradient of x, (T, I)."""
+        dx_TI = dz_TE.new_empty(len(dz_TE), self.linears[0].in_features)
+        terms = [(dy, linear.weight) for dy, linear in zip(dys, self.linears, strict=True)]
+        terms += [(dz_TE[:, pair.ranks], pair.a_RI) for pair in self.pairs if pair is not None]
+        add_products(dx_TI, terms)
+        return dx_TI
+
+    def grads(self, dys: list[Tensor], dz_TE: Tensor, x_TI: Tensor, z_TE: Tensor) -> list[Tensor]:
+        """Of the masters, in their dtype."""
+        if not self.adapters:
+            return []
+        z_ET, b_grads, exact = z_TE.T.contiguous(), [], self.adapters[0].lora_A.dtype
+        for dy_TO, pair in zip(dys, self.pairs, strict=True):
+            if pair is not None:
                 b_grads.append(torch.empty_like(pair.b_OR, dtype=exact))
                 add_products(b_grads[-1].T, [(z_ET[pair.ranks], dy_TO)])
         a_grad_EI = x_TI.new_empty(len(z_ET), x_TI.shape[1], dtype=exact)
         add_products(a_grad_EI, [(dz_TE.T.contiguous(), x_TI)])
         both = zip(a_grad_EI.split(self.ranks), b_grads, strict=True)
-        return dz_TE, [grad for pair in both for grad in pair]
+        return [grad for pair in both for grad in pair]
 
 
 def _spans(sizes: list[int]) -> list[slice]:
@@ -130,12 +131,13 @@ class Room:
 class Llama:
     """One layer; `groups` are key, query, value; output; gate, up; down.
 
-    `room` is None where nothing is kept for long.
+    `room` is None where nothing is kept for long. The `last` layer goes on with what is read.
     """
 
     parts: Parts
     groups: tuple[Group, Group, Group, Group]
     number: int
+    last: bool
     room: Room | None
 
     @property
@@ -165,14 +167,28 @@ class Llama:
 
 
 class Call(NamedTuple):
-    """What the network tells every layer: the positions' angles, and where the samples lie."""
+    """What the network tells every layer: the positions' angles, and where the samples lie.
+
+    Behind attention a layer goes on with the tokens `read_S`, with all where that is None.
+    """
 
     angles: tuple[Tensor, Tensor]
     attention: kernels.Attention
     keep: bool
+    read_S: Tensor | None
+
+    def read(self, x_TD: Tensor) -> Tensor:
+        """(S, D), or what it was."""
+        return x_TD if self.read_S is None else x_TD[self.read_S]
+
+    def spread(self, x_SD: Tensor, tokens: int) -> Tensor:
+        """(T, D), zeros between; or what it was."""
+        if self.read_S is None:
+            return x_SD
+        return x_SD.new_zeros(tokens, x_SD.shape[1]).index_add_(0, self.read_S, x_SD)
 
 
-def find_parts(layer: nn.Module, number: int, room: Room | None) -> Llama | str:
+def find_parts(layer: nn.Module, number: int, last: bool, room: Room | None) -> Llama | str:
     """The layer taken apart, or why it cannot be."""
     parts = take_apart(layer)
     if isinstance(parts, str):
@@ -182,7 +198,7 @@ def find_parts(layer: nn.Module, number: int, room: Room | None) -> Llama | str:
     if room is not None:
         room.layers = max(room.layers, number + 1)
     kqv, o, both, down = map(Group, parts.linears)
-    return Llama(parts=parts, groups=(kqv, o, both, down), number=number, room=room)
+    return Llama(parts=parts, groups=(kqv, o, both, down), number=number, last=last, room=room)
 
 
 def forward_of(layer: Llama) -> Callable[..., Tensor]:
@@ -195,11 +211,13 @@ def forward_of(layer: Llama) -> Callable[..., Tensor]:
     def forward(
         hidden_BTD: Tensor, *_: Any, position_embeddings: Any, packing: Packing, **__: Any
     ) -> Tensor:
-        tokens = hidden_BTD.shape[1]
         x_TD, cos_TC, sin_TC = (_filled(x, rows) for x in (hidden_BTD, *position_embeddings))
         attention = _attention(layer.parts, packing, len(x_TD))
-        call = Call((cos_TC, sin_TC), attention, torch.is_grad_enabled())
-        return _Layer.apply(x_TD, layer, call, *layer.masters)[None, :tokens]
+        wanted = packing.read_S if layer.last else None
+        read_S = None if wanted is None else functional.pad(wanted, (0, -len(wanted) % rows))
+        call = Call((cos_TC, sin_TC), attention, torch.is_grad_enabled(), read_S)
+        out_TD = _Layer.apply(x_TD, layer, call, *layer.masters)
+        return out_TD[None, : hidden_BTD.shape[1] if wanted is None else len(wanted)]
 
     return forward
 
@@ -233,9 +251,13 @@ class _Layer(torch.autograd.Function):
         for x in (k, q):
             kernels.rotate(x, call.angles, layer.parts.channels, 1.0)
         call.attention.forward(q, k, v, mixed)
-        z_o = o.forward(mixed, (middle_TD,), x_TD)
+        x_SD = call.read(x_TD)
+        if call.read_S is not None:
+            mixed[: len(x_SD)] = call.read(mixed)
+        mixed, middle_TD, gate, up = (x[: len(x_SD)] for x in (mixed, middle_TD, gate, up))
+        z_o = o.forward(mixed, (middle_TD,), x_SD)
         z_both = both.forward(kernels.norm(middle_TD, *second), (gate, up))
-        out_TD = torch.empty_like(x_TD)
+        out_TD = torch.empty_like(x_SD)
         z_down = down.forward(kernels.gate(gate, up), (out_TD,), middle_TD)
         narrow = (z_kqv, z_o, z_both, z_down)
         ctx.save_for_backward(x_TD, q, k, v, mixed, middle_TD, gate, up, *narrow)
@@ -249,21 +271,24 @@ class _Layer(torch.autograd.Function):
         (kqv, o, both, down), (first, second) = layer.groups, layer.parts.norms
         x_TD, q, k, v, mixed, middle_TD, gate, up, *narrow = ctx.saved_tensors
         z_kqv, z_o, z_both, z_down = narrow
-        grad_TD = grads[0].contiguous()
-        d_gated, down_grads = down.backward([grad_TD], kernels.gate(gate, up), z_down)
-        d_gate_up = list(kernels.gate_grad(d_gated, gate, up))
-        read_TD = kernels.norm(middle_TD, *second)
-        d_read, both_grads = both.backward(d_gate_up, read_TD, z_both)
-        d_middle = kernels.norm_grad(d_read, middle_TD, grad_TD, *second)
-        d_mixed, o_grads = o.backward([d_middle], mixed, z_o)
+        dys, tokens = [grads[0].contiguous()], len(x_TD)
+        dz = down.narrow(dys)
+        *d_both, gated = kernels.gate_grad(down.backward(dys, dz), gate, up)
+        down_grads = down.grads(dys, dz, gated, z_down)
+        dz, read_TD = both.narrow(d_both), kernels.norm(middle_TD, *second)
+        both_grads = both.grads(d_both, dz, read_TD, z_both)
+        d_middle = kernels.norm_grad(both.backward(d_both, dz), middle_TD, dys[0], *second)
+        dz = o.narrow([d_middle])
+        o_grads = o.grads([d_middle], dz, mixed, z_o)
+        d_mixed = o.backward([d_middle], dz)
+        d_mixed, d_middle = (call.spread(x, tokens) for x in (d_mixed, d_middle))
         d_q, d_k, d_v = call.attention.backward(d_mixed, q, k, v)
         for x in (d_k, d_q):
             kernels.rotate(x, call.angles, layer.parts.channels, -1.0)
-        d_kqv, read_TD = [d_k, d_q, d_v], kernels.norm(x_TD, *first)
-        if not ctx.needs_input_grad[0]:
-            kqv_grads, dx_TD = kqv.grads(d_kqv, read_TD, z_kqv)[1], None
-        else:
-            d_read, kqv_grads = kqv.backward(d_kqv, read_TD, z_kqv)
-            dx_TD = kernels.norm_grad(d_read, x_TD, d_middle, *first)
+        d_kqv, dx_TD = [d_k, d_q, d_v], None
+        dz, read_TD = kqv.narrow(d_kqv), kernels.norm(x_TD, *first)
+        kqv_grads = kqv.grads(d_kqv, dz, read_TD, z_kqv)
+        if ctx.needs_input_grad[0]:
+            dx_TD = kernels.norm_grad(kqv.backward(d_kqv, dz), x_TD, d_middle, *first)
         layer.leave(q)
         return dx_TD, None, None, *kqv_grads, *o_grads, *both_grads, *down_grads

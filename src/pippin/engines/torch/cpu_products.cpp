@@ -19,7 +19,9 @@ namespace {
 
 typedef uint32_t Unit __attribute__((aligned(2), may_alias));
 typedef uint32_t Units __attribute__((vector_size(64), aligned(4), may_alias));
+typedef bf16 Halves __attribute__((vector_size(32), aligned(2), may_alias));
 constexpr int TALL = 8, WIDE = 3;  // rows and registers of a tile: 24 sums, 3 of b, 1 of a
+constexpr int64_t DEEPEST = 2048;  // units of a packed stripe: less than half of a second cache
 
 // a (rows, depth) times b (depth, columns); `turned`: b lies as (columns, depth).
 struct Term {
@@ -49,9 +51,15 @@ inline void add(Lanes& sum, bf16, uint32_t a, Units b) {
 #endif
 }
 
+// From numbers `step` apart: one unit, and those of LANES columns.
 inline uint32_t unit(const float* first, int64_t) { return std::bit_cast<uint32_t>(*first); }
 inline uint32_t unit(const bf16* first, int64_t step) {
     return uint32_t(first[0]) | uint32_t(first[step]) << 16;
+}
+inline Units units(const float* first, int64_t) { return *(const Units*)first; }
+inline Units units(const bf16* first, int64_t step) {
+    Units low = __builtin_convertvector(*(const Halves*)first, Units);
+    return low | __builtin_convertvector(*(const Halves*)(first + step), Units) << 16;
 }
 
 // One of four steps that turn a block: bit STEP of row and lane change places.
@@ -70,10 +78,11 @@ template <int STEP>
     }
 }
 
-// LANES rows of as many units, turned.
+// LANES rows of as many units, turned; those of the next stripe are called from memory.
 inline void turn(const char* from, int64_t row_bytes, uint32_t* to, int to_row) {
     Units rows[LANES];
     for (int r = 0; r < LANES; ++r) rows[r] = *(const Units*)(from + r * row_bytes);
+    for (int r = 0; r < LANES; ++r) __builtin_prefetch(from + (r + WIDE * LANES) * row_bytes, 0, 2);
     swap<1>(rows);
     swap<2>(rows);
     swap<4>(rows);
@@ -85,102 +94,136 @@ inline void turn(const char* from, int64_t row_bytes, uint32_t* to, int to_row) 
 template <class T>
 void pack(const Term& term, int64_t first, int columns, int width, uint32_t* to) {
     const T* b = (const T*)term.b + first * (term.turned ? term.b_row : 1);
-    int64_t units = term.depth / PER_UNIT<T>, step = term.turned ? 1 : term.b_row;
-    int64_t across = term.turned ? term.b_row : 1;
-    int whole = term.turned ? columns / LANES * LANES : 0;
-    int64_t blocks = whole ? units / LANES * LANES : 0;
+    int64_t units_deep = term.depth / PER_UNIT<T>;
+    int64_t step = term.turned ? 1 : term.b_row, across = term.turned ? term.b_row : 1;
+    int whole = columns / LANES * LANES;
+    int64_t blocks = term.turned && whole ? units_deep / LANES * LANES : 0;
     for (int c = 0; c < whole; c += LANES)
         for (int64_t u = 0; u < blocks; u += LANES)
             turn((const char*)(b + c * across) + 4 * u, across * sizeof(T), to + u * width + c,
                  width);
-    for (int64_t u = 0; u < units; ++u) {
+    for (int64_t u = 0; u < units_deep; ++u) {
         const T* from = b + u * PER_UNIT<T> * step;
         uint32_t* row = to + u * width;
-        if (!term.turned) {  // what the next stripe reads is on its way meanwhile
-            for (int n = 0; n < PER_UNIT<T>; ++n)
-                for (int c = 0; c < width; c += LANES)
-                    __builtin_prefetch(from + n * step + width + c);
-            for (int c = 0; c < columns; ++c) row[c] = unit(from + c, step);
-        } else {
-            for (int c = u < blocks ? whole : 0; c < columns; ++c)
-                row[c] = unit(from + c * across, step);
-        }
-        for (int c = columns; c < width; ++c) row[c] = 0;
+        int done = u < blocks ? whole : 0;
+        if (!term.turned)
+            for (; done < whole; done += LANES) {
+                *(Units*)(row + done) = units(from + done, step);
+                for (int n = 0; n < PER_UNIT<T>; ++n)
+                    __builtin_prefetch(from + n * step + done + width, 0, 2);
+            }
+        for (; done < columns; ++done) row[done] = unit(from + done * across, step);
+        for (; done < width; ++done) row[done] = 0;
     }
 }
 
+// A tile's sums; `more` adds to what they are.
 template <class T, int HIGH, int WIDTH>
-void multiply(const Call& call, int64_t row, const uint32_t* packed, Lanes* out) {
+void multiply(const Term* first, const Term* last, int64_t row, const uint32_t* packed,
+              Lanes* out, bool more) {
     Lanes sums[HIGH][WIDTH] = {};
-    for (int64_t t = 0; t < call.count; ++t) {
-        const Term& term = call.terms[t];
-        const T* a = (const T*)term.a + row * term.a_row;
-        for (int64_t k = 0; k < term.depth; k += PER_UNIT<T>) {
+    for (const Term* term = first; term < last; ++term) {
+        const T* a = (const T*)term->a + row * term->a_row;
+        for (int64_t k = 0; k < term->depth; k += PER_UNIT<T>) {
             Units b[WIDTH];
             for (int w = 0; w < WIDTH; ++w) b[w] = *(const Units*)(packed + w * LANES);
             packed += WIDTH * LANES;
             for (int r = 0; r < HIGH; ++r)
                 for (int w = 0; w < WIDTH; ++w)
-                    add(sums[r][w], T(), *(const Unit*)(a + r * term.a_row + k), b[w]);
+                    add(sums[r][w], T(), *(const Unit*)(a + r * term->a_row + k), b[w]);
         }
     }
     for (int r = 0; r < HIGH; ++r)
-        for (int w = 0; w < WIDTH; ++w) out[r * WIDTH + w] = sums[r][w];
+        for (int w = 0; w < WIDTH; ++w) {
+            Lanes* to = out + r * WIDTH + w;
+            *to = more ? *to + sums[r][w] : sums[r][w];
+        }
 }
 
-template <class T, class Out>
-void write(const Call& call, int64_t row, int64_t column, int high, int columns, Lanes* sums,
-           int width, float scale) {
-    for (int r = 0; r < high; ++r) {
-        float* from = (float*)sums + r * width;
-        if (call.plus) {
-            const T* beside = (const T*)call.plus + (row + r) * call.plus_row + column;
+// Rows `first` to `last` of a stripe, from their sums.
+template <class T, class Out, int WIDTH>
+void write(const Call& call, int64_t column, int columns, int64_t first, int64_t last,
+           const float* sums, float scale) {
+    for (int64_t row = first; row < last; ++row, sums += WIDTH * LANES) {
+        const T* plus = (const T*)call.plus + row * call.plus_row + column;
+        Out* to = (Out*)call.out + row * call.out_row + column * call.out_column;
+        auto each = [&](int count, int64_t step, auto beside) {
 #pragma omp simd
-            for (int c = 0; c < columns; ++c) from[c] = scale * from[c] + get(beside[c]);
-        } else {
-#pragma omp simd
-            for (int c = 0; c < width; ++c) from[c] *= scale;
-        }
-        Out* to = (Out*)call.out + (row + r) * call.out_row + column * call.out_column;
-        if (call.out_column != 1)
-            for (int c = 0; c < columns; ++c) put(to[c * call.out_column], from[c]);
+            for (int c = 0; c < count; ++c) put(to[c * step], scale * sums[c] + beside(c));
+        };
+        auto all = [&](auto beside) {
+            if (call.out_column == 1 && columns == WIDTH * LANES)
+                each(WIDTH * LANES, 1, beside);
+            else
+                each(columns, call.out_column, beside);
+        };
+        if (call.plus)
+            all([&](int c) { return get(plus[c]); });
         else
-#pragma omp simd
-            for (int c = 0; c < columns; ++c) put(to[c], from[c]);
+            all([](int) { return 0.0f; });
     }
+}
+
+// Memory that a thread keeps.
+template <class V>
+V* room(size_t size) {
+    static thread_local std::vector<V> kept;
+    if (kept.size() < size) kept.resize(size);
+    return kept.data();
 }
 
 // Rows `from` to `to` of a stripe of WIDTH registers.
 template <class T, int WIDTH>
-void stripe(const Call& call, int64_t column, int64_t from, int64_t to, float scale) {
-    static thread_local std::vector<uint32_t> packed;
+void stripe(const Call& call, const std::vector<Term>& terms, int64_t column, int64_t from,
+            int64_t to, float scale) {
     constexpr int width = WIDTH * LANES;
     int columns = std::min<int64_t>(width, call.columns - column);
-    size_t size = 0;
-    for (int64_t t = 0; t < call.count; ++t) {
-        size_t units = call.terms[t].depth / PER_UNIT<T>;
-        if (packed.size() < size + units * width) packed.resize(size + units * width);
-        pack<T>(call.terms[t], column, columns, width, packed.data() + size);
-        size += units * width;
-    }
-    Lanes sums[TALL * WIDTH];
     int64_t rows = to - from, tiles = (rows + TALL - 1) / TALL;
-    for (int64_t t = 0; t < tiles; ++t) {  // of nearly the same height
-        int64_t row = from + rows * t / tiles;
-        int high = from + rows * (t + 1) / tiles - row;
-        using Tile = void (*)(const Call&, int64_t, const uint32_t*, Lanes*);
-        static constexpr Tile by_height[] = {
-            multiply<T, 1, WIDTH>, multiply<T, 2, WIDTH>, multiply<T, 3, WIDTH>,
-            multiply<T, 4, WIDTH>, multiply<T, 5, WIDTH>, multiply<T, 6, WIDTH>,
-            multiply<T, 7, WIDTH>, multiply<T, 8, WIDTH>};
-        by_height[high - 1](call, row, packed.data(), sums);
-        auto put_down = call.exact ? write<T, float> : write<T, T>;
-        put_down(call, row, column, high, columns, sums, width, scale);
+    uint32_t* packed = room<uint32_t>(DEEPEST * width);
+    Lanes* sums = (Lanes*)room<float>(rows * width);
+    const Term *first = terms.data(), *end = first + terms.size();
+    while (first < end) {
+        const Term* last = first;
+        int64_t units = 0;
+        for (; last < end && units + last->depth / PER_UNIT<T> <= DEEPEST; ++last) {
+            pack<T>(*last, column, columns, width, packed + units * width);
+            units += last->depth / PER_UNIT<T>;
+        }
+        for (int64_t t = 0; t < tiles; ++t) {  // of nearly the same height
+            int64_t row = rows * t / tiles, high = rows * (t + 1) / tiles - row;
+            static constexpr decltype(&multiply<T, 1, WIDTH>) by_height[] = {
+                multiply<T, 1, WIDTH>, multiply<T, 2, WIDTH>, multiply<T, 3, WIDTH>,
+                multiply<T, 4, WIDTH>, multiply<T, 5, WIDTH>, multiply<T, 6, WIDTH>,
+                multiply<T, 7, WIDTH>, multiply<T, 8, WIDTH>};
+            Lanes* tile = sums + row * WIDTH;
+            by_height[high - 1](first, last, from + row, packed, tile, first > terms.data());
+        }
+        first = last;
     }
+    auto put_down = call.exact ? write<T, float, WIDTH> : write<T, T, WIDTH>;
+    put_down(call, column, columns, from, to, (const float*)sums, scale);
+}
+
+// Terms none of which is deeper than a packed stripe may be.
+template <class T>
+std::vector<Term> cut(const Call& call) {
+    std::vector<Term> terms;
+    for (int64_t t = 0; t < call.count; ++t) {
+        Term term = call.terms[t];
+        int64_t deepest = DEEPEST * PER_UNIT<T>, left = term.depth;
+        for (; left > 0; left -= deepest) {
+            term.depth = std::min(left, deepest);
+            terms.push_back(term);
+            term.a += deepest * sizeof(T);
+            term.b += deepest * (term.turned ? 1 : term.b_row) * sizeof(T);
+        }
+    }
+    return terms;
 }
 
 template <class T>
 void products(const Call& call, float scale) {
+    std::vector<Term> terms = cut<T>(call);
     int64_t full = WIDE * LANES, wide = call.columns / full;
     int64_t stripes = wide + (call.columns - wide * full + LANES - 1) / LANES;
     int64_t parts = std::max<int64_t>(1, omp_get_max_threads() / stripes);
@@ -189,9 +232,9 @@ void products(const Call& call, float scale) {
         int64_t s = job / parts, part = job % parts;
         int64_t from = call.rows * part / parts, to = call.rows * (part + 1) / parts;
         if (s < wide)
-            stripe<T, WIDE>(call, s * full, from, to, scale);
+            stripe<T, WIDE>(call, terms, s * full, from, to, scale);
         else
-            stripe<T, 1>(call, wide * full + (s - wide) * LANES, from, to, scale);
+            stripe<T, 1>(call, terms, wide * full + (s - wide) * LANES, from, to, scale);
     }
 }
 

@@ -6,8 +6,8 @@ they lie, and take adapters, biases and residuals along.
 Shape letters: R rows, K inner, C columns.
 """
 
-import ctypes
 import functools
+import struct
 from pathlib import Path
 from typing import TypeAlias
 
@@ -87,5 +87,5 @@ def _run(out_RC: Tensor, terms: Terms, plus: Tensor | None, scale: float) -> Non
         assert a.stride(1) == 1
         assert not turned or b.stride(0) == 1
         numbers += (a.data_ptr(), b.data_ptr(), a.stride(0), b.stride(turned), len(b), turned)
-    call = (ctypes.c_int64 * len(numbers))(*numbers)
+    call = struct.pack(f"{len(numbers)}q", *numbers)
     getattr(COMPILED.library, "products" + TAILS[dtype])(call, scale)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pippin.engines.torch import cpu_kernels
 from pippin.engines.torch.attention import prepare
+from pippin.engines.torch.cpu_products import add_products
 
 CHUNK_BYTES = 1 << 26
 KERNEL_BYTES = 96 << 20  # of products, where a kernel turns them into gradients in place
@@ -132,12 +133,21 @@ def _in_place(hidden_SD: Tensor) -> bool:
 
 def _chunk(hidden_CD: Tensor, targets_C: Tensor, head: Head, grads: _Grads) -> Tensor:
     """The chunk's losses; fills its part of the hidden gradient, adds to the head's."""
-    logits_CV = head.products(hidden_CD)
+    logits_CV = _products(hidden_CD, head)
     wanted = any(g is not None for g in (grads.hidden_SD, grads.weight_VD, grads.bias_V))
     losses = _losses(logits_CV, targets_C, head, wanted)
     if wanted:
         _fill(logits_CV, hidden_CD, head, grads)
     return losses
+
+
+def _products(hidden_CD: Tensor, head: Head) -> Tensor:
+    """h W^T + bias, (C, V); no gradient goes through it."""
+    if hidden_CD.device.type != "cpu":
+        return head.products(hidden_CD)
+    products_CV = hidden_CD.new_empty(len(hidden_CD), len(head.weight_VD))
+    add_products(products_CV, [(hidden_CD, head.weight_VD.T)], head.bias_V)
+    return products_CV
 
 
 def _losses(products_CV: Tensor, targets_C: Tensor, head: Head, wanted: bool) -> Tensor:
@@ -189,6 +199,9 @@ def _fill(d_CV: Tensor, hidden_CD: Tensor, head: Head, grads: _Grads) -> None:
 
 def _product_over_words(d_CV: Tensor, weight_VD: Tensor, out_CD: Tensor) -> None:
     """d W into `out_CD`. On MPS in parts: M1 and M2 read beyond longer ones before PyTorch 2.14."""
+    if d_CV.device.type == "cpu":
+        add_products(out_CD, [(d_CV, weight_VD)])
+        return
     parts = MPS_INNER if d_CV.device.type == "mps" else weight_VD.shape[0]
     torch.mm(d_CV[:, :parts], weight_VD[:parts], out=out_CD)
     for start in range(parts, weight_VD.shape[0], parts):

@@ -4,7 +4,7 @@ Shape letters: B rows, T tokens, N tokens of all rows, S scored positions, D hid
 """
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,21 @@ def packed_rows(batch: Batch, device: torch.device) -> Rows:
     return _rows(batch, device, keep_BT, packing=True)
 
 
+def without_unread(batch: Batch) -> Batch:
+    """Padding in the place of tokens that no scored one follows in their sample.
+
+    The last token of a sample is only ever predicted. All stay where no token is scored.
+    """
+    length = batch.scored_BT.shape[1]
+    scored_at = np.where(batch.scored_BT, np.arange(length), length)
+    next_BT = np.minimum.accumulate(scored_at[:, ::-1], 1)[:, ::-1]
+    next_BT = np.pad(next_BT, ((0, 0), (0, 1)), constant_values=length)[:, 1:]
+    segments = np.pad(batch.segments_BT, ((0, 0), (0, 1)))
+    read_BT = np.take_along_axis(segments, next_BT, 1) == batch.segments_BT
+    read = np.where(read_BT, batch.segments_BT, 0)
+    return replace(batch, segments_BT=read) if read.any() else batch
+
+
 def math_rows(batch: Batch, device: torch.device) -> Rows:
     """The same for attention in plain products."""
     rows = packed_rows(batch, device)
@@ -65,9 +80,11 @@ def padded_rows(batch: Batch, device: torch.device) -> Rows:
 
 
 def _rows(batch: Batch, device: torch.device, keep_BT: Any, *, packing: bool) -> Rows:
-    tokens_N = batch.tokens_BT[keep_BT]
-    index_S = np.flatnonzero(batch.scored_BT[keep_BT])
-    arrays = [tokens_N, index_S - 1, tokens_N[index_S], batch.segments_BT[keep_BT] > 0]
+    place_N = np.cumsum(keep_BT) - 1
+    scored_S = np.flatnonzero(batch.scored_BT)
+    targets_S = batch.tokens_BT.ravel()[scored_S]
+    real_N = batch.segments_BT[keep_BT] > 0
+    arrays = [batch.tokens_BT[keep_BT], place_N[scored_S - 1], targets_S, real_N]
     if packing:
         edges = _edges(batch, keep_BT)
         arrays += [batch.positions_BT[keep_BT], *_limits(edges)]

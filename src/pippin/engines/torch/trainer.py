@@ -26,7 +26,7 @@ from pippin.engines.torch.fused import fuse
 from pippin.engines.torch.loss import head_loss, logits_loss
 from pippin.engines.torch.optimizer import Optimizer
 from pippin.engines.torch.probe import find_ability
-from pippin.engines.torch.rows import Rows
+from pippin.engines.torch.rows import Rows, without_unread
 from pippin.engines.torch.trial import decoder_layers, outside
 from pippin.errors import ModelError
 from pippin.recipe import Train
@@ -187,13 +187,19 @@ class TorchTrainer:
         self._refuse_long(batch)
         if self.compiled or self.network.device.type == "mps":  # one shape for all micro-batches
             batch = _filled(batch, self.train)
+        if self.network.device.type == "cpu":
+            batch = without_unread(batch)
         return self.ability.layout(batch, self.network.device)
 
     def _loss(self, rows: Rows) -> Tensor:
         if self.head is None:
             return self._loss_of_forward(rows)
-        hidden_BTD = hidden_states(self.network, rows.tokens_BT, **rows.extra)
-        hidden_SD = hidden_BTD.flatten(0, 1).index_select(0, rows.index_S)
+        narrow = self.by_hand and self.network.device.type == "cpu"
+        if narrow:
+            rows.extra["packing"].read_S = rows.index_S
+        hidden_SD = hidden_states(self.network, rows.tokens_BT, **rows.extra).flatten(0, 1)
+        if not narrow:
+            hidden_SD = hidden_SD.index_select(0, rows.index_S)
         return head_loss(hidden_SD, rows.targets_S, self.head, consume=True)
 
     def _loss_of_forward(self, rows: Rows) -> Tensor:
