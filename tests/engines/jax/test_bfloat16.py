@@ -92,18 +92,19 @@ def test_answers_part_from_transformers_no_further_than_its_own_attentions(jax_e
     source = locate(Model(source="builtin:smollm2"), tmp_path).location
     list(convert(open_gguf(Path(source)), tmp_path))
     sdpa, eager = load(tmp_path, "sdpa"), load(tmp_path, "eager")
-    model, apart = jax_engine.load(tmp_path, "bfloat16"), 0
+    model, apart, allowed = jax_engine.load(tmp_path, "bfloat16"), 0, 0
     for prompt in prompts(tmp_path):
-        theirs, logits = greedy(sdpa, prompt)
+        theirs, logits_NV = greedy(sdpa, prompt)
+        others_NV = following(eager, prompt, theirs)
+        noise_N = (logits_NV - others_NV).abs().amax(-1)
+        allowed += (logits_NV.argmax(-1) != others_NV.argmax(-1)).sum()
         place = 0
         while (place := first_difference(model, prompt, theirs, place)) is not None:
-            ours, place, apart = *place, apart + 1
-            other = last_logits(eager, [*prompt, *theirs[:place]])
-            noise = (logits[place] - other).abs().max()
-            short = logits[place][theirs[place]] - logits[place][ours]
-            assert short <= noise, (prompt, place, short, noise)
-            place += 1
-    assert apart <= 0.02 * TOKENS * (len(PROMPTS) + len(CHATS))
+            ours, place = place
+            short = logits_NV[place].max() - logits_NV[place][ours]
+            assert short <= noise_N[place], (prompt, place, short, noise_N[place])
+            apart, place = apart + 1, place + 1
+    assert apart <= 1.5 * allowed
 
 
 def load(folder, attention):
@@ -122,7 +123,7 @@ def prompts(folder):
 
 
 def greedy(network, prompt):
-    """Tokens, and the logits that each was picked from."""
+    """N tokens, and the logits (N, V) that each was picked from."""
     out = network.generate(
         torch.tensor([prompt]),
         max_new_tokens=TOKENS,
@@ -132,20 +133,18 @@ def greedy(network, prompt):
         output_logits=True,
         return_dict_in_generate=True,
     )
-    return out.sequences[0, len(prompt) :].tolist(), [step[0] for step in out.logits]
+    return out.sequences[0, len(prompt) :].tolist(), torch.cat(out.logits)
 
 
 def first_difference(model, prompt, theirs, start):
     """(our token, its place) where ours first differs, given theirs up to `start`; None if not."""
-    if start == TOKENS:
-        return None
     given = np.array([*prompt, *theirs[:start]], np.int32)
-    ours = [step[0] for step in model.generate([given], Sampling(max_tokens=TOKENS - start))]
-    found = (n for n in range(start, TOKENS) if ours[n - start] != theirs[n])
-    place = next(found, None)
-    return None if place is None else (ours[place - start], place)
+    ours = [step[0] for step in model.generate([given], Sampling(max_tokens=TOKENS))]
+    pairs = zip(ours, theirs[start:], range(start, TOKENS), strict=False)
+    return next(((token, place) for token, their, place in pairs if token != their), None)
 
 
-def last_logits(network, tokens):
+def following(network, prompt, tokens):
+    """The logits (N, V) of one pass, that each of the tokens after the prompt would be picked from."""
     with torch.no_grad():
-        return network(torch.tensor([tokens])).logits[0, -1]
+        return network(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]

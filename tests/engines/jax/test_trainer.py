@@ -51,13 +51,18 @@ def trained(engine, folder, train, lora=LORA, seed=0):
     return engine.load(folder, "float32").trainer(train, lora, weights, seed)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3", "qwen2"])
-def test_losses_equal_the_torch_engine_over_50_steps(jax_engine, torch_engine, tiny, kind):
+@pytest.mark.parametrize(
+    ("kind", "other"),
+    [("llama", "torch"), ("gemma3", "torch"), ("qwen2", "torch"), ("qwen3", "mlx")],
+)
+def test_losses_equal_the_other_engines_over_50_steps(jax_engine, tiny, kind, other):
     """Packed rows, two micro-batches, clipping, decay; and the step is compiled once."""
     from pippin.engines.jax.trainer import train_step
 
+    pytest.importorskip({"torch": "torch", "mlx": "mlx.core"}[other])
     train = Train(row_tokens=ROW, accumulate=2, weight_decay=0.01)
-    ours, theirs = (trained(e, tiny(kind), train) for e in (jax_engine, torch_engine))
+    engines = jax_engine, load_engine(other, "cpu")
+    ours, theirs = (trained(engine, tiny(kind), train) for engine in engines)
     before, results = train_step._cache_size(), []
     for step in range(50):
         lengths = [(140, 15), (30, 60, 40, 20), (9, 9)][step % 3], [(150,), (80, 70)][step % 2]
