@@ -15,6 +15,7 @@ import multiprocessing
 import resource
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,7 +51,15 @@ GRID = recipe.Quantize(
     embed_scheme="symmetric",
 )
 # Of a check, in the notes.
-FIGURES = ("prompts", "of_prompts", "mean_kl", "greedy_equal", "greedy_tokens", "max_difference")
+FIGURES = (
+    "prompts",
+    "of_prompts",
+    "mean_kl",
+    "greedy_equal",
+    "greedy_tokens",
+    "max_difference",
+    "eager",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +105,7 @@ def measure(
         _row(f"export-{name}-seconds", made.wall, "s", notes=notes),
         _row(f"export-{name}-memory", made.peak / 1e9, "GB"),
         _row(f"export-{name}-megabytes", size, "MB"),
-        _agreement(name, json.loads((folder / DESCRIPTION).read_text())),
+        *_agreement(name, json.loads((folder / DESCRIPTION).read_text())),
     ]
     if target in DEVICE_ONLY:
         return rows
@@ -140,11 +149,14 @@ def make_quantized(folder: Path) -> Path:
     return folder / "quantize"
 
 
-def _agreement(name: str, description: dict[str, Any]) -> common.Row:
+def _agreement(name: str, description: dict[str, Any]) -> Iterator[common.Row]:
+    """The check's figures, where something here ran the file."""
     check = description["check"]
+    if "top1" not in check:
+        return
     notes = {key: check[key] for key in FIGURES if key in check}
-    notes |= {"runtime": description["runtime"], "eager": check.get("eager")}
-    return _row(f"top1-{name}", check.get("top1", 0), "of likeliest tokens", "higher", notes=notes)
+    notes["runtime"] = description["runtime"]
+    yield _row(f"top1-{name}", check["top1"], "of likeliest tokens", "higher", notes=notes)
 
 
 def _decode(target: str, scorer: Scorer, quantized: Path, folder: Path) -> list[common.Row]:
