@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from pippin.engines.torch import cpu_kernels as kernels
 from pippin.engines.torch import cpu_products as products
+from pippin.engines.torch.rows import without_unread
 from pippin.engines.torch.trainer import TorchTrainer
 from pippin.recipe import Lora, Train
 
@@ -173,6 +174,23 @@ def test_other_forwards_before_the_backward_spoil_nothing(tiny, engine, samples,
     other = samples[3][::-1].copy()
     for ours, wanted in zip(gradients(True), gradients(False), strict=True):
         assert torch.equal(ours, wanted)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_tokens_that_nobody_reads_change_nothing(kind, tiny, engine, samples, pack, adapter):
+    batch = pack([samples[:3], samples[3:]], unscored=3)  # the third sample has two tokens
+    batch.scored_BT[0, 4] = False  # the first one's last
+    short = without_unread(batch)
+    assert batch.real_tokens - short.real_tokens == 2 + 2 + 4
+    assert short.scored_tokens == batch.scored_tokens
+    model = engine.load(tiny(kind), "float32")
+    trainer = model.trainer(Train(), Lora(rank=4), adapter(model, live=True), 0)
+    found = []
+    for each in (short, batch):
+        loss = trainer._loss(trainer.ability.layout(each, torch.device("cpu")))
+        found.append([loss, *torch.autograd.grad(loss, list(trainer.trainable.values()))])
+    for ours, wanted in zip(*found, strict=True):
+        near(ours.detach(), wanted.detach().double(), 1e-5)
 
 
 @pytest.mark.parametrize(
