@@ -254,12 +254,13 @@ class Forecast:
     def qat(self) -> Need:
         """As `codes_bytes` says; checkpoints hold what scales moved by and both moments."""
         q, train, config = self.recipe.quantize, self.recipe.train, self.facts.config
-        values = 1 if q.scheme == "symmetric" else 2
-        trained = values * memory.linear_parameters(config) // (q.group_size or 512)
+        linears = memory.linear_parameters(config)
+        trained = (1 if q.scheme == "symmetric" else 2) * linears // (q.group_size or 512)
         batch = train.row_tokens * train.batch_rows
         held = memory.codes_bytes(config, batch, self.itemsize, (trained, train.recomputed == 1))
+        dense = (self.recipe.model.engine, self.device) == ("mlx", "cpu")  # while it loads
         disk = self._quantized() + 12 * trained * max(1, train.keep_checkpoints)
-        return Need(memory=held + self._held, disk=disk)
+        return Need(memory=held + self._held + 4 * linears * dense, disk=disk)
 
     def evaluate(self) -> Need:
         """The dense model in the evaluation's dtype, a batch of rows, the answers' cache."""
