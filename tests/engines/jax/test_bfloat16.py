@@ -98,12 +98,13 @@ def test_answers_part_from_transformers_no_further_than_its_own_attentions(jax_e
         others_NV = following(eager, prompt, theirs)
         noise_N = (logits_NV - others_NV).abs().amax(-1)
         allowed += (logits_NV.argmax(-1) != others_NV.argmax(-1)).sum()
-        place = 0
-        while (place := first_difference(model, prompt, theirs, place)) is not None:
-            ours, place = place
+        found = first_difference(model, prompt, theirs, 0)
+        while found is not None:
+            ours, place = found
             short = logits_NV[place].max() - logits_NV[place][ours]
             assert short <= noise_N[place], (prompt, place, short, noise_N[place])
-            apart, place = apart + 1, place + 1
+            apart += 1
+            found = first_difference(model, prompt, theirs, place + 1)
     assert apart <= 1.5 * allowed
 
 
@@ -145,6 +146,6 @@ def first_difference(model, prompt, theirs, start):
 
 
 def following(network, prompt, tokens):
-    """The logits (N, V) of one pass, that each of the tokens after the prompt would be picked from."""
+    """The logits (N, V) before each of the N tokens that follow the prompt, from one pass."""
     with torch.no_grad():
         return network(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
