@@ -11,7 +11,7 @@ from pippin.events import Event, Notice
 from pippin.lock import locked
 from pippin.plan import Plan
 from pippin.quantizers import CALIBRATED, QUANTIZERS
-from pippin.recipe import BUDGETS, Gates, Quantize, Recipe
+from pippin.recipe import BUDGETS, Gate, Gates, Quantize, Recipe
 from pippin.recipe_limits import contradictions
 from pippin.run import Walk
 from pippin.stages.evaluate import read_scores
@@ -19,6 +19,8 @@ from pippin.stages.quantize import REPORT
 from pippin.steps import Step, make_steps
 
 FOLDER = "compare"
+# Each way is shown, however little it keeps.
+NO_GATES = Gates(quantized=Gate())
 # What the table shows of a way, in this order.
 FIGURES = ("kl", "top1", "perplexity", "exact_match", "bits_per_weight", "size_bytes")
 
@@ -67,7 +69,7 @@ def ways(plan: Plan, bits: Sequence[int]) -> Iterator[Way | Notice]:
             if method != "gptq":
                 made["sequential"] = False
             settings: Quantize = replace(own, **made)
-            recipe = replace(plan.recipe, quantize=settings, gates=Gates())
+            recipe = replace(plan.recipe, quantize=settings, gates=NO_GATES)
             wrong = [text for key, text, _ in contradictions(recipe) if key[0] == "quantize"]
             if wrong:
                 yield Notice(stage="quantize", text=f"{name} left out: {wrong[0]}")

@@ -165,4 +165,4 @@ def _summary(folder: Path, rows: list[Row]) -> dict[str, Any]:
 
 def _title(settings: Quantize) -> str:
     groups = f"groups of {settings.group_size}" if settings.group_size else "per channel"
-    return f"quantize to {settings.goal}, {groups}, {settings.scheme}"
+    return f"quantize to {settings.goal} by {settings.method}, {groups}, {settings.scheme}"
