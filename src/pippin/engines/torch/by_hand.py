@@ -97,10 +97,10 @@ def _recomputing(layer: Any) -> Callable[..., Any]:
     return call
 
 
-def _on_cuda(layer: nn.Module, float8: bool) -> str | Made:
+def _on_cuda(layer: nn.Module, float8: bool, last: bool) -> str | Made:
     from pippin.engines.torch.layer import find_parts, forward_of
 
-    parts = find_parts(layer, float8)
+    parts = find_parts(layer, float8, last)
     if isinstance(parts, str):
         return parts
     if parts.heads[2] > WIDEST:
@@ -111,7 +111,8 @@ def _on_cuda(layer: nn.Module, float8: bool) -> str | Made:
 def _maker(on_cpu: bool, train: Train, layers: int) -> Callable[[nn.Module, int], str | Made]:
     """What makes a layer, given its number, of our own code."""
     if not on_cpu:
-        return lambda layer, _: _on_cuda(layer, train.frozen_dtype == "float8")
+        float8 = train.frozen_dtype == "float8"
+        return lambda layer, number: _on_cuda(layer, float8, number == layers - 1)
     from pippin.engines.torch.cpu_layer import Room, find_parts, forward_of
 
     room = None if train.recomputed else Room()

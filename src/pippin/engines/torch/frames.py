@@ -141,7 +141,7 @@ class Frame:
         if self.float8:
             y_TO = _in_float8(x, self.forth, self.beside.dtype)
             if self.extra:
-                y_TO[:, self.span].addmm_(x.tail, self.beside[self.span].T)
+                self.add(y_TO[:, self.span], x.tail, self.beside[self.span].T)
             return y_TO
         return x.rows @ self.whole[: self.outputs].T
 
@@ -166,7 +166,7 @@ class Frame:
         """(T, I), the gradient of x, once the tail of `dy` is filled."""
         if self.float8:
             dx_TI = _in_float8(dy, self.back, self.below.dtype)
-            return dx_TI.addmm_(dy.tail, self.below) if self.extra else dx_TI
+            return self.add(dx_TI, dy.tail, self.below) if self.extra else dx_TI
         return dy.rows @ self.whole[:, : self.inputs]
 
     def wide_back(self, dy: Wide) -> Tensor:
@@ -177,7 +177,11 @@ class Frame:
         both_TX = _roomy(self.below, len(dy.rows), self.inputs + self.extra)
         torch.mm(dy.values, self.whole[: self.outputs], out=both_TX)
         torch.mul(both_TX[:, self.inputs :], self.scale, out=dy.tail)
-        return both_TX[:, : self.inputs].addmm_(dy.tail, self.below)
+        return self.add(both_TX[:, : self.inputs], dy.tail, self.below)
+
+    def add(self, y_TO: Tensor, tail_TE: Tensor, matrix_EO: Tensor) -> Tensor:
+        """Their product is added to y."""
+        return y_TO.addmm_(tail_TE, matrix_EO)
 
     def grads(self, dy: Wide, x_TX: Tensor | None) -> list[Tensor]:
         """Those of the masters alone; fills the tail of `dy`."""
@@ -185,7 +189,7 @@ class Frame:
         if not self.adapters:
             return []
         assert x_TX is not None
-        below_EI = dy.tail.T @ x_TX[:, : self.inputs]
+        below_EI = over_tokens(dy.tail, x_TX[:, : self.inputs])
         return self.split(below_EI, self.beside_grad(dy, x_TX[:, self.inputs :]))
 
     def fill_back(self, dy: Wide) -> None:
@@ -196,7 +200,7 @@ class Frame:
 
     def beside_grad(self, dy: Wide, tail_TE: Tensor) -> Tensor:
         """Of B, over the outputs that the frame reaches; `tail_TE` is x's."""
-        return dy.values[:, self.span].T @ tail_TE
+        return over_tokens(dy.values[:, self.span], tail_TE)
 
     def split(self, below_EI: Tensor, beside_OE: Tensor) -> list[Tensor]:
         """The gradients of the masters from those of A and, over the frame's reach, of B."""
@@ -205,6 +209,13 @@ class Frame:
             rows = slice(a.rows.start - self.span.start, a.rows.stop - self.span.start)
             grads += [below_EI[a.ranks], beside_OE[rows, a.ranks]]
         return grads
+
+
+def over_tokens(left_TM: Tensor, right_TN: Tensor) -> Tensor:
+    """(M, N), a sum over tokens. On CUDA it goes to masters in float32 without being rounded."""
+    if left_TM.is_cuda and left_TM.dtype == torch.bfloat16:
+        return torch.mm(left_TM.T, right_TN, out_dtype=torch.float32)
+    return left_TM.T @ right_TN
 
 
 @torch.no_grad()

@@ -3,7 +3,8 @@
 It keeps what a backward needs and nothing else, joins products that read the same inputs, and lets
 the adapters ride along in them. Layers of another shape, or that compute something else, are left.
 
-Shape letters: T tokens, D hidden, H query heads, K kv heads, C head channels, O all their channels.
+Shape letters: T tokens, S tokens that are read, D hidden, F feed-forward, H query heads, K kv
+heads, C head channels, O all their channels.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from pippin.engines.torch import layer_ops as ops
 from pippin.engines.torch.attention import Packing
 from pippin.engines.torch.float8 import SIDE
-from pippin.engines.torch.frames import Frame, Wide, refresh
+from pippin.engines.torch.frames import Frame, Wide, over_tokens, refresh
 from pippin.engines.torch.parts import Norm, take_apart
 from pippin.engines.torch.triton_ops import attend_backward, attend_forward
 
@@ -25,7 +26,10 @@ WIDEST = 8192  # a norm's row fits a program's registers
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Llama:
-    """The parts of one layer. `window` is None for plain causal attention."""
+    """The parts of one layer. `window` is None for plain causal attention.
+
+    The `last` layer goes on with what is read.
+    """
 
     norms: tuple[Norm, Norm]
     kqv: Frame
@@ -35,6 +39,7 @@ class Llama:
     heads: tuple[int, int, int]
     scale: float
     window: int | None
+    last: bool
 
     @property
     def frames(self) -> tuple[Frame, ...]:
@@ -73,14 +78,32 @@ class Llama:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """What the network tells every layer: the positions' angles and where the samples lie."""
+    """What the network tells every layer: the positions' angles and where the samples lie.
+
+    Behind attention a layer goes on with the tokens `read_S`, with all where that is None.
+    """
 
     cos_TC: Tensor
     sin_TC: Tensor
     packing: Packing
+    read_S: Tensor | None
+
+    def read(self, a: Wide, x_TD: Tensor, frame: Frame) -> tuple[Wide, Tensor]:
+        """Those of what `frame` reads, and of the layer's input."""
+        if self.read_S is None:
+            return a, x_TD
+        some = frame.inner(len(self.read_S), keep=True)
+        some.values.copy_(a.values[self.read_S])
+        return some, x_TD[self.read_S]
+
+    def spread(self, x_SD: Tensor, tokens: int) -> Tensor:
+        """(T, D), zeros between; or what it was."""
+        if self.read_S is None:
+            return x_SD
+        return x_SD.new_zeros(tokens, x_SD.shape[1]).index_copy_(0, self.read_S, x_SD)
 
 
-def find_parts(layer: nn.Module, float8: bool) -> Llama | str:
+def find_parts(layer: nn.Module, float8: bool, last: bool) -> Llama | str:
     """The layer taken apart, or why it cannot be."""
     parts = take_apart(layer)
     if isinstance(parts, str):
@@ -91,8 +114,9 @@ def find_parts(layer: nn.Module, float8: bool) -> Llama | str:
     if any(norm.weight_D.shape[0] > WIDEST for norm in parts.norms):
         return f"it is wider than {WIDEST}"
     first, *others = parts.linears
-    kqv = Frame(first, float8, by_columns=True)  # its products are 4 % faster so, the others' not
-    o, both, down = (Frame(group, float8) for group in others)
+    # Its products are 4 % faster by columns, the others' are not.
+    kqv = ops.CudaFrame(first, float8, by_columns=True)
+    o, both, down = (ops.CudaFrame(group, float8) for group in others)
     return Llama(
         norms=parts.norms,
         kqv=kqv,
@@ -102,6 +126,7 @@ def find_parts(layer: nn.Module, float8: bool) -> Llama | str:
         heads=(*parts.heads, parts.channels),
         scale=parts.scale,
         window=parts.window,
+        last=last,
     )
 
 
@@ -116,9 +141,10 @@ def forward_of(parts: Llama) -> Callable[..., Tensor]:
         hidden_BTD: Tensor, *_: Any, position_embeddings: Any, packing: Packing, **__: Any
     ) -> Tensor:
         cos_TC, sin_TC = (angles[0].contiguous() for angles in position_embeddings)
-        call = Call(cos_TC=cos_TC, sin_TC=sin_TC, packing=packing)
-        out_TD = _Layer.apply(hidden_BTD.flatten(0, 1), parts, call, *parts.masters)
-        return out_TD[None]
+        read_S = packing.read_S if parts.last else None
+        call = Call(cos_TC=cos_TC, sin_TC=sin_TC, packing=packing, read_S=read_S)
+        out_SD = _Layer.apply(hidden_BTD.flatten(0, 1), parts, call, *parts.masters)
+        return out_SD[None]
 
     return forward
 
@@ -136,38 +162,39 @@ class _Layer(torch.autograd.Function):
         lse_HT = attend_forward(
             *parts.split(kqv_TO), parts.by_head(a.values), *_limits(parts, call)
         )
-        y_TD = parts.o.product(ops.encode(a))
-        m = parts.both.inner(len(x_TD))
-        middle_TD, middle_rates_T = ops.norm(x_TD, parts.norms[1], m, y_TD)
-        both_TF = parts.both.product(m)
-        h = ops.gate(both_TF, parts.down)
+        read, x_SD = call.read(a, x_TD, parts.o)
+        y_SD = parts.o.product(ops.encode(read))
+        m = parts.both.inner(len(x_SD))
+        middle_SD, middle_rates_S = ops.norm(x_SD, parts.norms[1], m, y_SD)
+        both_SF = parts.both.product(m)
+        h = ops.gate(both_SF, parts.down)
         if parts.tiled:
-            y_TD, h_kept = parts.down.wide_product(h)
-            out_TD = ops.add_update(y_TD, middle_TD, h_kept, parts.down)
+            y_SD, h_kept = parts.down.wide_product(h)
+            out_SD = ops.add_update(y_SD, h_kept, parts.down.beside.T, middle_SD)
         else:
-            out_TD, h_kept = parts.down.product(h).add_(middle_TD), _kept(h, parts.down)
-        again = (_kept(n, parts.kqv), _kept(m, parts.both), h_kept)
-        kept = (x_TD, rates_T, kqv_TO, a.whole, lse_HT, middle_TD, middle_rates_T, both_TF)
+            out_SD, h_kept = parts.down.product(h).add_(middle_SD), _kept(h, parts.down)
+        again = (_kept(n, parts.kqv), read.whole, _kept(m, parts.both), h_kept)
+        kept = (x_TD, rates_T, kqv_TO, a.values, lse_HT, middle_SD, middle_rates_S, both_SF)
         ctx.save_for_backward(*kept, *again)
         ctx.parts, ctx.call = parts, call
-        return out_TD
+        return out_SD
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         """In the forward's order reversed."""
         parts, call = ctx.parts, ctx.call
-        x_TD, rates_T, kqv_TO, a_whole, lse_HT, middle_TD, middle_rates_T, both_TF, *again = (
+        x_TD, rates_T, kqv_TO, a_TD, lse_HT, middle_SD, middle_rates_S, both_SF, *again = (
             ctx.saved_tensors
         )
-        n_whole, m_whole, h_kept = again
-        grad_TD = grads[0]
-        d_m, both_grads, down_grads = _mlp_back(parts, grad_TD, both_TF, m_whole, h_kept)
-        d_y = parts.o.outer(len(x_TD), keep=True)
+        n_whole, read_whole, m_whole, h_kept = again
+        grad_SD = grads[0]
+        d_m, both_grads, down_grads = _mlp_back(parts, grad_SD, both_SF, m_whole, h_kept)
+        d_y = parts.o.outer(len(middle_SD), keep=True)
         norms = parts.norms
-        d_middle = ops.norm_grad(d_m, (middle_TD, middle_rates_T), norms[1], d_y, grad_TD)
-        d_a, o_grads = parts.o.product_back(d_y, a_whole)
+        d_middle = ops.norm_grad(d_m, (middle_SD, middle_rates_S), norms[1], d_y, grad_SD)
+        d_a, o_grads = parts.o.product_back(d_y, read_whole)
+        d_a, d_middle = (call.spread(x, len(x_TD)) for x in (d_a, d_middle))
         d_kqv = parts.kqv.outer(len(x_TD), keep=True)
-        a_TD = a_whole[:, : parts.o.inputs]
         kept = parts.by_head(a_TD), lse_HT
         d_split = parts.split(d_kqv.values)
         limits = _limits(parts, call)
@@ -185,21 +212,21 @@ class _Layer(torch.autograd.Function):
 
 
 def _mlp_back(
-    parts: Llama, grad_TD: Tensor, both_TF: Tensor, m_whole: Any, h_kept: Any
+    parts: Llama, grad_SD: Tensor, both_SF: Tensor, m_whole: Any, h_kept: Any
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """The gradient of what gate and up read, and those of the masters of `both` and `down`."""
     both, down = parts.both, parts.down
-    dy = ops.take(grad_TD, down)
+    dy = ops.take(grad_SD, down)
     if not parts.tiled:
         d_h, down_grads = down.product_back(dy, h_kept)
-        d_m, both_grads = both.product_back(ops.gate_grad(d_h, both_TF, both), m_whole)
+        d_m, both_grads = both.product_back(ops.gate_grad(d_h, both_SF, both), m_whole)
         return d_m, both_grads, down_grads
     down.fill_back(dy)
-    m_TI, m_TE = m_whole[:, : both.inputs], m_whole[:, both.inputs :]
+    m_SI, m_SE = m_whole[:, : both.inputs], m_whole[:, both.inputs :]
     d_h = down.back_through(dy)
-    d_both, above_FE, below_EF = ops.gate_grad_tiles(d_h, both_TF, both, m_TE, dy.tail)
+    d_both, above_FE, below_EF = ops.gate_grad_tiles(d_h, both_SF, both, m_SE, dy.tail)
     d_m = both.wide_back(d_both)
-    both_grads = both.split(d_both.tail.T @ m_TI, above_FE[both.span])
+    both_grads = both.split(over_tokens(d_both.tail, m_SI), above_FE[both.span])
     return d_m, both_grads, down.split(below_EF, down.beside_grad(dy, h_kept))
 
 

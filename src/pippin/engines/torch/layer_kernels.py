@@ -145,7 +145,7 @@ def gate_grad(
         _put_codes(codes + F, after, after < F, up_rest, scale)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "tokens"])
 def gate_grad_tiles(
     grad, both, out, read, written, above, below, T, F, E, R,
     both_row, out_row, read_row, written_row, tokens,
@@ -196,24 +196,27 @@ def gate_grad_tiles(
     tl.store(below + (split * F + channel[:, None]) * R + r[None, :], below_sum, mask=known)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def add_update(
-    y, beside, tail, matrix, out, T, D, E, y_row, matrix_row, matrix_column,
-    M: tl.constexpr, N: tl.constexpr, WIDE_E: tl.constexpr, PRECISION: tl.constexpr,
+    y, beside, tail, matrix, out, T, D, E, y_row, tail_row, matrix_row, matrix_column, out_row,
+    ADD: tl.constexpr, M: tl.constexpr, N: tl.constexpr, WIDE_E: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out (T, D) = y + beside + tail (T, E) times matrix (D, E) transposed."""
+    """out (T, D) = y + beside + tail (T, E) times matrix (E, D)."""
     row = (tl.program_id(0) * M + tl.arange(0, M)).to(tl.int64)[:, None]
     column, e = tl.program_id(1) * N + tl.arange(0, N), tl.arange(0, WIDE_E)
-    left = tl.load(tail + row * E + e[None, :], mask=(row < T) & (e < E)[None, :], other=0.0)
+    known = (row < T) & (e < E)[None, :]
+    left = tl.load(tail + row * tail_row + e[None, :], mask=known, other=0.0)
     known = (e < E)[:, None] & (column < D)[None, :]
     right = tl.load(
-        matrix + column[None, :] * matrix_row + e[:, None] * matrix_column, mask=known, other=0.0
+        matrix + e[:, None] * matrix_row + column[None, :] * matrix_column, mask=known, other=0.0
     )
     seen = (row < T) & (column < D)[None, :]
     total = tl.dot(left, right, input_precision=PRECISION)
     total += tl.load(y + row * y_row + column[None, :], mask=seen, other=0.0).to(tl.float32)
-    total += tl.load(beside + row * D + column[None, :], mask=seen, other=0.0).to(tl.float32)
-    tl.store(out + row * D + column[None, :], total.to(out.dtype.element_ty), mask=seen)
+    if ADD:
+        total += tl.load(beside + row * D + column[None, :], mask=seen, other=0.0).to(tl.float32)
+    tl.store(out + row * out_row + column[None, :], total.to(out.dtype.element_ty), mask=seen)
 
 
 @triton.jit

@@ -194,11 +194,10 @@ class TorchTrainer:
     def _loss(self, rows: Rows) -> Tensor:
         if self.head is None:
             return self._loss_of_forward(rows)
-        narrow = self.by_hand and self.network.device.type == "cpu"
-        if narrow:
+        if self.by_hand:
             rows.extra["packing"].read_S = rows.index_S
         hidden_SD = hidden_states(self.network, rows.tokens_BT, **rows.extra).flatten(0, 1)
-        if not narrow:
+        if not self.by_hand:
             hidden_SD = hidden_SD.index_select(0, rows.index_S)
         return head_loss(hidden_SD, rows.targets_S, self.head, consume=True)
 
