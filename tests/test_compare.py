@@ -44,7 +44,8 @@ calibration_tokens = 100
 rows = 2
 generate_rows = 1
 max_tokens = 2
-[gates.merged]
+[gates.quantized]
+min_gain_kept = 0.0
 [deploy]
 targets = []
 """
