@@ -103,8 +103,19 @@ class CheckedModel(PteModel):
 def eager_logits(weights: Weights, tokens: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
     """Logits after every token, (T, V) float32, of the exported program and of a nudged run.
 
-    They come _TOGETHER tokens at a time. Both runs go through a layer at once, which expands its
-    weights once; a row begins at 0, so all layers and runs can share one cache.
+    They come _TOGETHER tokens at a time.
+    """
+    plain_TD, nudged_TD = _hidden(weights, tokens)
+    for parts in zip(plain_TD.split(_TOGETHER), nudged_TD.split(_TOGETHER), strict=True):
+        plain_TV, nudged_TV = map(weights.exit, parts)
+        yield plain_TV, nudged_TV
+
+
+def _hidden(weights: Weights, tokens: Sequence[int]) -> tuple[Tensor, ...]:
+    """What comes out of the last layer, (T, D), in both runs.
+
+    They go through a layer at once, which expands its weights once; a row begins at 0, so all
+    layers and runs can share one cache.
     """
     length, cache = len(tokens), weights.parts.cache(weights.shape)
     with torch.no_grad(), without_harmless_lines():
@@ -116,9 +127,7 @@ def eager_logits(weights: Weights, tokens: Sequence[int]) -> Iterator[tuple[Tens
             of_runs = zip(*(part.split(length, 1) for part in heads), strict=True)
             mixed_BTHC = torch.cat([cache(*qkv, place) for qkv in of_runs], 1)
             x_BTD = layer.after(x_BTD, mixed_BTHC)
-        plain, nudged = (run_TD.split(_TOGETHER) for run_TD in x_BTD[0].split(length))
-        for plain_TD, nudged_TD in zip(plain, nudged, strict=True):
-            yield weights.exit(plain_TD), weights.exit(nudged_TD)
+    return x_BTD[0].split(length)
 
 
 def _nudged(x_BTD: Tensor) -> Tensor:
