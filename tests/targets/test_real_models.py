@@ -38,7 +38,7 @@ LIMITS = {
     "mlx": (100, 1e-4),
 }
 OTHERS = [("mistral", "coreai"), ("mistral", "executorch"), ("untied", "gguf"), ("untied", "mlx")]
-UNTIED = 30  # megabytes of a head of its own
+UNTIED = 35  # megabytes of a head of its own, with its scales
 
 
 @pytest.mark.parametrize(
