@@ -84,6 +84,25 @@ def test_sums_of_products_are_float64s(kind, rows, depth, columns, own, monkeypa
 
 
 @needs_compiler
+def test_sums_of_nothing_are_zeros(monkeypatch):
+    monkeypatch.setattr(products, "ours", lambda _: True)
+    out = drawn(3, 50).float()
+    products.add_products(out, [(torch.empty(3, 0), torch.empty(0, 50))])
+    assert not out.any()
+
+
+@needs_compiler
+def test_a_micro_batch_without_scored_tokens_adds_nothing(tiny, engine, samples, pack, adapter):
+    found = []
+    for more in ([], [pack([samples], unscored=99)]):
+        model = engine.load(tiny("llama"), "float32")
+        trainer = model.trainer(Train(), Lora(rank=4), adapter(model, live=True), 0)
+        result = trainer.step([pack([samples]), *more], 1e-3)
+        found.append((result.loss_sum, result.tokens, result.grad_norm))
+    assert found[0] == found[1]
+
+
+@needs_compiler
 @pytest.mark.parametrize("kind", KINDS)
 def test_norm_and_gate_and_rotation_are_float64s(kind):
     dtype, tolerance = KINDS[kind]

@@ -57,8 +57,8 @@ def add_products(
 
     `plus` is (R, C) or (C,). `out_RC` may be float32 where the terms are bfloat16.
     """
-    dtype = terms[0][0].dtype
-    if ours(dtype) and (dtype == torch.float32 or all(a.shape[1] % 2 == 0 for a, _ in terms)):
+    dtype, depths = terms[0][0].dtype, [len(b) for _, b in terms]
+    if ours(dtype) and all(depths) and (dtype == torch.float32 or not any(d % 2 for d in depths)):
         _run(out_RC, terms, plus, scale)
         return
     (a, b), *others = terms
