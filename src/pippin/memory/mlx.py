@@ -77,7 +77,7 @@ def _backward(shape: Shape, train: TrainShape, n: int) -> int:
 
 
 def _loss(shape: Shape, train: TrainShape, n: int) -> int:
-    """A chunk of logits: products, logits, gradient; a CPU makes exponentials from sums, 8.5."""
+    """A chunk of logits: products, logits, gradient."""
     chunk = min(CHUNK, 4 * n * shape.vocab_size)
     head = 8 * shape.vocab_size * shape.hidden_size if train.full else 0
-    return int((8.5 if train.device == "cpu" else 3) * chunk) + head
+    return 3 * chunk + head

@@ -185,7 +185,7 @@ def test_checkpointing_spares_memory(start, pack, monkeypatch):
         mx.reset_peak_memory()
         trainer.step(batch, 1e-3)
         peaks.append(mx.get_peak_memory())
-    assert peaks[1] < 0.8 * peaks[0]
+    assert peaks[1] < 0.87 * peaks[0]
 
 
 def test_packing_needs_no_square_of_the_row(start, pack):

@@ -11,6 +11,8 @@ import mlx.core as mx
 from pippin.engines.mlx.body import Head, scalar
 from pippin.engines.mlx.elementwise import exp
 
+CACHED = 400_000  # bytes of logits that a CPU reads again and again: its nearest caches hold them
+
 
 def head_loss(
     hidden_SD: mx.array, targets_S: mx.array, head: Head, *, head_trained: bool
@@ -69,6 +71,19 @@ def _chunk(products_CV: mx.array, target_C1: mx.array, head: Head) -> tuple[mx.a
     """The chunk's summed loss and its gradient with respect to the products."""
     if has_kernel():
         return _chunk_by_kernel(products_CV, target_C1, head)
+    rows = max(1, CACHED // (4 * head.vocab))
+    loss, grads = mx.array(0.0), []
+    for start in range(0, len(target_C1), rows):
+        some_CV = products_CV[start : start + rows]
+        if grads:  # one after the other
+            some_CV = mx.depends([some_CV], [grads[-1]])[0]
+        some_loss, d_CV = _rows(some_CV, target_C1[start : start + rows], head)
+        loss = loss + some_loss
+        grads.append(d_CV)
+    return loss, mx.concatenate(grads)
+
+
+def _rows(products_CV: mx.array, target_C1: mx.array, head: Head) -> tuple[mx.array, mx.array]:
     logits_CV = head.finish(products_CV)
     top_C1 = logits_CV.max(axis=1, keepdims=True)
     powers_CV = exp(logits_CV - top_C1)  # once: it is the slowest thing here
