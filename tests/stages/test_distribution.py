@@ -1,5 +1,7 @@
 """The divergence against a full-distribution one in float64, and rows that must be the same."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,6 +13,7 @@ from pippin.stages.distribution import (
     FLOOR,
     Distribution,
     divergence,
+    gain,
     load,
     load_for,
     row_digest,
@@ -99,6 +102,21 @@ def test_a_part_of_the_rows_is_found_again_in_any_order(tmp_path):
     expected = np.concatenate([stored.ids_NK[starts[r] : starts[r + 1]] for r in (3, 1)])
     np.testing.assert_array_equal(part.ids_NK, expected)
     assert part.loss == pytest.approx(5.0 / part.counts_S.sum())
+
+
+def test_the_error_of_a_gain_is_that_of_leaving_each_row_out():
+    """The delete-one jackknife; of rows of one length, the standard error of a mean."""
+    rng = np.random.default_rng(0)
+    for counts in (np.full(40, 5, np.int32), rng.integers(1, 30, 400).astype(np.int32)):
+        rows = len(counts)
+        base = replace(distribution(list(samples(rows))), counts_S=counts)
+        gains = counts * (0.3 + rng.standard_normal(rows))
+        mean, error = gain(base, replace(base, losses_S=base.losses_S - gains))
+        without = (gains.sum() - gains) / (counts.sum() - counts)
+        assert mean == pytest.approx(gains.sum() / counts.sum())
+        assert error == pytest.approx(np.std(without) * (rows - 1) ** 0.5, rel=0.01)
+    one = replace(base, losses_S=base.losses_S[:1], counts_S=counts[:1])
+    assert gain(one, one) == (0.0, 0.0)
 
 
 def test_stored_and_read_back_bit_for_bit(tmp_path):

@@ -265,6 +265,21 @@ def test_an_adapter_that_loses_has_no_gain_to_keep(world):
     assert any("there is no gain to keep" in text for text in notices(events))
 
 
+def test_a_gain_below_its_standard_error_is_no_gain_to_keep(world):
+    """One word is taught, others are untaught: what is left of the sum may be chance."""
+    base, lesson = tables()
+    signs = np.where(np.isin(np.arange(VOCAB), ids_of(WORDS[0])), 1.0, -1.0)[:, None]
+    write_adapter(world.adapter, signs * lesson)
+    world.tables["adapter"] = base + signs * lesson
+    write_table(world.merged, base + signs * lesson)
+    write_table(world.quantized, base)
+    world.measure("base", "adapter", gates=Gates(merged=Gate()))
+    assert world.reference("adapter")[0] < world.reference("base")[0]
+    scores, events = world.measure("merged", "quantized")
+    assert scores["gain_kept"] is None
+    assert any("standard error" in text and "no gain" in text for text in notices(events))
+
+
 def test_greedy_answers_are_compared_with_their_references(world):
     base, _ = world.measure("base")
     tuned, _ = world.measure("adapter")

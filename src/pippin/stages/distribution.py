@@ -54,6 +54,17 @@ class Distribution:
         return float(self.losses_S.sum() / self.counts_S.sum())
 
 
+def gain(base: Distribution, tuned: Distribution) -> tuple[float, float]:
+    """Nats a token by which `tuned` is better on the same rows, and the standard error of that.
+
+    The error is that of a ratio of sums over rows; of a single row it is 0, as nobody knows it.
+    """
+    gains_S, counts_S = base.losses_S - tuned.losses_S, base.counts_S
+    mean = float(gains_S.sum() / counts_S.sum())
+    away_S, rows = gains_S - mean * counts_S, len(counts_S)
+    return mean, float(np.linalg.norm(away_S) / counts_S.sum() * (rows / max(1, rows - 1)) ** 0.5)
+
+
 def row_digest(sample: Sample) -> int:
     """64 bits that stand for a row's tokens and for which of them are scored."""
     hasher = hashlib.sha256(sample.tokens.astype("<i4").tobytes())

@@ -158,9 +158,12 @@ class _Sitting:
             self.scores["same_rows"] = {}
         if base is None or tuned is None:
             return
-        gain = base.loss - tuned.loss
-        if gain <= 0:
-            text = f"the adapter lost {-gain:.4f} nats a token: there is no gain to keep"
+        gain, error = distribution.gain(base, tuned)
+        if gain <= error:
+            text = (
+                f"the adapter gained {gain:.4f} nats a token, with a standard error of {error:.4f}: "
+                "there is no gain to keep"
+            )
             yield Notice(stage=self.job.stage, text=text)
             return
         self.scores["gain_kept"] = (base.loss - loss) / gain

@@ -49,7 +49,7 @@ def limits(gate: Gate) -> dict[str, float]:
 def missed(scores: Mapping[str, Any], gate: Gate) -> list[str]:
     """Every missed limit in words; a limit on what was not measured counts as missed.
 
-    But for one on an adapter's gain where there was none to keep, which the evaluation tells.
+    But for one on an adapter's gain where none can be told from chance, as the evaluation says.
     """
     found = (_missed(scores, limit, bound) for limit, bound in limits(gate).items())
     return [text for text in found if text]
