@@ -335,6 +335,7 @@ def test_bytes_that_merge_into_nothing_are_an_error(quantized):
     found = json.loads(path.read_text())
     found["model"]["merges"] = []
     path.write_text(json.dumps(found))
+    assert "merges no pairs" in load_target("gguf").refusal(GOOD, folder)[0]
     with pytest.raises(ModelError, match="merges no pairs"):
         deploy(folder)
 
@@ -347,5 +348,6 @@ def test_scales_that_float16_would_round_are_told_before_any_work(tmp_path, dtyp
     weights = load_file(folder / "model.safetensors")
     cast = {name: value.to(getattr(torch, dtype)) for name, value in weights.items()}
     save_file(cast, folder / "model.safetensors", {"format": "pt"})
-    refusal = load_target("gguf").refusal(GOOD, folder)
-    assert refusal is None if dtype != "float32" else "scales are float32" in refusal[0]
+    message = load_target("gguf").refusal(GOOD, folder)[0]
+    assert ("scales are float32" in message) == (dtype == "float32")
+    assert ("merges no pairs" in message) == (dtype != "float32")

@@ -20,7 +20,12 @@ from pippin.events import Event
 from pippin.quantizers import Grid
 from pippin.recipe import Quantize
 from pippin.targets import Bundle, Refusal
-from pippin.targets.gguf.constraint import refuse_model, refuse_quantize, refuse_scales
+from pippin.targets.gguf.constraint import (
+    refuse_model,
+    refuse_quantize,
+    refuse_scales,
+    refuse_tokenizer,
+)
 
 
 class Gguf:
@@ -32,6 +37,7 @@ class Gguf:
             *refuse_model(checkpoint),
             *refuse_quantize(quantize),
             *refuse_scales(checkpoint),
+            *refuse_tokenizer(checkpoint),
         ]
         return reasons[0] if reasons else None
 

@@ -1,5 +1,6 @@
 """What a GGUF file can hold, checked before anything is trained or quantized."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,17 @@ def refuse_scales(checkpoint: Path) -> Iterator[Refusal]:
             "gguf: GGUF stores scales in float16, this model's weights and so its scales are "
             "float32",
             "start from a model in bfloat16 or float16",
+        )
+
+
+def refuse_tokenizer(checkpoint: Path) -> Iterator[Refusal]:
+    """The reason why llama.cpp could not cut text into bytes' pairs: there are none."""
+    file = checkpoint / "tokenizer.json"
+    model = json.loads(file.read_text())["model"] if file.is_file() else {}
+    if model.get("type") == "BPE" and not (model["byte_fallback"] or model["merges"]):
+        yield (
+            f"gguf: the tokenizer in {checkpoint} merges no pairs, which llama.cpp has no name for",
+            "deploy to another target",
         )
 
 
