@@ -161,8 +161,8 @@ class _Sitting:
         gain, error = distribution.gain(base, tuned)
         if gain <= error:
             text = (
-                f"the adapter gained {gain:.4f} nats a token, with a standard error of {error:.4f}: "
-                "there is no gain to keep"
+                f"the adapter gained {gain:.4f} nats a token, with a standard error of "
+                f"{error:.4f}: there is no gain to keep"
             )
             yield Notice(stage=self.job.stage, text=text)
             return
