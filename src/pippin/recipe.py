@@ -181,8 +181,8 @@ class Quantize:
     calibration_tokens: int = key(8192, "tokens of training rows that awq, gptq and best read")
     recover_tokens: int = key(
         0,
-        "further tokens of training rows on which the scales and zero points of calibrated methods "
-        "are tuned by gradients until the predictions are the model's before; 0 leaves them",
+        "further tokens of training rows on which calibrated methods' scales and zero points, and "
+        "norms, are tuned by gradients until the predictions are the model's before; 0 leaves them",
     )
     sequential: bool = key(
         False,

@@ -1,4 +1,4 @@
-"""Tuned scales: their gradient and their worth, against transformers in float64."""
+"""Tuned scales and norms: their gradient and their worth, against transformers in float64."""
 
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ def _loaded(parent: Path) -> Any:
 def test_tuned_scales_predict_more_like_the_parent(
     parent: Path, tmp_path: Path, scheme: str, group_size: int
 ) -> None:
-    """On held-out rows, by float64; nothing but scales and zero points has changed."""
+    """On held-out rows, by float64; nothing but scales, zero points and norms has changed."""
     asked = {**SETTINGS, "scheme": scheme, "group_size": group_size}
     folder = quantize_folder(parent, tmp_path / "q", **asked)
     model, batches = _loaded(parent), _batches(48)
@@ -70,6 +70,11 @@ def test_tuned_scales_predict_more_like_the_parent(
     assert found.tokens == 6 * 8 * 32
     before, after = dict(dense_tensors(folder)), dict(dense_tensors(folder))
     view = DenseView(folder)
+    norms = {name: found.weights[name] for name in view.tensors if "norm" in name}
+    assert len(norms) == 2 * 2 + 1
+    for name, norm in norms.items():
+        assert 0 < np.abs(norm - before[name]).max() < 0.1
+        after[name] = norm
     for name in view.grids:
         module = name.removesuffix(".weight")
         if f"{module}.scales" not in found.weights:
@@ -104,6 +109,10 @@ def test_gradients_equal_those_of_float64(parent: Path, tmp_path: Path) -> None:
     _kl(_exact(parent, dict(dense_tensors(parent))), child, batches).backward()
     gradients = {name: parameter.grad for name, parameter in child.named_parameters()}
     view = DenseView(folder)
+    assert len(recovery.norms) == 2 * 2 + 1
+    for name, norm in recovery.norms.items():
+        by_hand = gradients[name] * norm.size
+        assert (norm.move_D.grad - by_hand).norm() < 1e-3 * by_hand.norm(), name
     assert len(coded) == 2 * 7
     for module, linear in coded.items():
         codes = view.read_codes(f"{module}.weight")
@@ -124,3 +133,26 @@ def test_what_cannot_gain_stays_as_it_is(parent: Path, tmp_path: Path) -> None:
     found = _loaded(tmp_path / "same").recover(folder, _batches(4), seed=0)
     assert found.before < 1e-7
     assert found.weights == {}
+
+
+def test_norms_are_computed_with_as_their_folder_stores_them(parent: Path, tmp_path: Path) -> None:
+    """A network in float32 of a folder in bfloat16; a move too small for a step shifts some."""
+    from pippin.engines.torch.recovery import Recovery
+
+    network = transformers.LlamaForCausalLM.from_pretrained(parent, dtype=torch.bfloat16)
+    network.model.norm.weight.data.fill_(1.5)
+    network.save_pretrained(tmp_path / "half")
+    folder = quantize_folder(tmp_path / "half", tmp_path / "q", **SETTINGS)
+    model = _loaded(tmp_path / "half")
+    with model._rows(_batches(1)) as rows:
+        recovery = Recovery(model.network, model._head, rows)
+        recovery.take(folder, seed=0)
+    norm = recovery.norms["model.norm.weight"]
+    np.testing.assert_array_equal(norm.stored(), DenseView(folder).read("model.norm.weight"))
+    with torch.no_grad():
+        norm.move_D += 0.002  # of a size of 1.5, where a step is 0.0078
+    stored = norm.stored()
+    assert stored.dtype.name == "bfloat16"
+    assert 0.2 < (stored > 1.5).mean() < 0.6
+    used = model.network.model.norm.weight
+    np.testing.assert_array_equal(used.detach().numpy(), stored.astype(np.float32))

@@ -44,6 +44,7 @@ pytestmark = pytest.mark.torch
 SETTINGS = Quantize(
     method="best", bits=3, group_size=32, embed_group_size=32, calibration_tokens=400
 )
+FEW = replace(SETTINGS, calibration_tokens=30)
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +200,8 @@ def test_a_budget_may_leave_a_tensor_as_it_is(place: Path, tmp_path: Path) -> No
 def test_a_kill_loses_one_layer_at_most(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _run(place, tmp_path / "whole")
+    settings = replace(FEW, recover_tokens=999)
+    _run(place, tmp_path / "whole", settings)
     written, write = [], Coder.write
 
     def until_killed(self: Coder, name: str, *rest: Any) -> Any:
@@ -213,13 +215,14 @@ def test_a_kill_loses_one_layer_at_most(
 
     monkeypatch.setattr(Coder, "write", until_killed)
     with pytest.raises(KeyboardInterrupt):
-        _run(place, tmp_path / "cut")
+        _run(place, tmp_path / "cut", settings)
     assert not (tmp_path / "cut").exists()
     monkeypatch.setattr(Coder, "write", noted)
-    _run(place, tmp_path / "cut")
+    _run(place, tmp_path / "cut", settings)
     assert not any("layers.0" in name and "proj" in name for name in written)
     assert sum("layers.1" in name and "proj" in name for name in written) == 7
     assert _bytes(tmp_path / "cut") == _bytes(tmp_path / "whole")
+    assert _report(tmp_path / "cut")["recovered"]["kept"]
     assert _report(tmp_path / "cut")["tensors"] == _report(tmp_path / "whole")["tensors"]
     assert list(tmp_path.glob(".*")) == []
 
@@ -263,19 +266,23 @@ def test_awq_folds_its_scales(place: Path, tmp_path: Path) -> None:
     )
 
 
-FEW = replace(SETTINGS, calibration_tokens=30)
-
-
-def test_recovery_moves_scales_alone_and_says_what_they_gave(place: Path, tmp_path: Path) -> None:
+def test_recovery_moves_scales_and_norms_alone_and_says_what_they_gave(
+    place: Path, tmp_path: Path
+) -> None:
     events = _run(place, tmp_path / "q", replace(FEW, recover_tokens=999))
     _run(place, tmp_path / "plain", FEW)
     found = _report(tmp_path / "q")["recovered"]
     assert found["kept"] == (found["kl_after"] < found["kl_before"])
-    assert any(e.text.startswith("scales tuned: KL ") for e in events if isinstance(e, Notice))
+    assert any(
+        e.text.startswith("scales and norms tuned: KL ") for e in events if isinstance(e, Notice)
+    )
     tuned, plain = (Checkpoint(tmp_path / folder) for folder in ("q", "plain"))
     moved = {n for n in plain.tensors if not np.array_equal(tuned.read(n), plain.read(n))}
-    assert not any(name.endswith(".weight") or "embed" in name for name in moved)
-    assert bool(moved) == found["kept"]
+    norms = {name for name in moved if "norm" in name}
+    assert norms <= set(found["norms"])
+    assert not any(name.endswith(".weight") or "embed" in name for name in moved - norms)
+    assert bool(moved) == found["kept"] == bool(norms)
+    assert (found["linears"], len(found["norms"])) == ((14, 5) if found["kept"] else (0, 0))
     assert _divergence(place, tmp_path / "q") < 1.02 * _divergence(place, tmp_path / "plain")
 
 

@@ -171,7 +171,7 @@ class CacheQuantizer(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recovered:
-    """Tuned scales and zero points by tensor name, none where they gave nothing.
+    """Tuned scales, zero points and norms by tensor name, none where they gave nothing.
 
     `before` and `after`: KL from the parent in nats a token, over `tokens` held-out ones.
     """
@@ -187,7 +187,7 @@ class Recoverer(Protocol):
     """What the models of some engines can do besides: tune the scales of their own codes."""
 
     def recover(self, quantized: Path, batches: Sequence[Batch], seed: int) -> Recovered:
-        """Tune scales and zero points of the folder's layers until they predict as this model does.
+        """Tune scales, zero points and norms of the folder until it predicts as this model does.
 
         One update a batch; the last eighth of them is held out. The model is the quantized one
         afterwards. Raises ModelError where it has no head of its own formula.

@@ -1,4 +1,4 @@
-"""Recovery: scales and zero points of a quantized folder, tuned to its parent's predictions."""
+"""Recovery: scales, zero points and norms of a quantized folder, tuned to its parent."""
 
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ def updates(calibration: Calibration, engine: str) -> list[Batch]:
 
 
 def recover(calibration: Calibration, batches: list[Batch], folder: Path) -> dict[str, Any]:
-    """Write the tuned scales in place, if they are worth it; what held-out rows say of them.
+    """Write what was tuned in place, if it is worth it; what held-out rows say of them.
 
     The calibration's model is used up.
     """
@@ -54,6 +54,8 @@ def recover(calibration: Calibration, batches: list[Batch], folder: Path) -> dic
         "kl_before": found.before,
         "kl_after": found.after,
         "kept": bool(found.weights),
+        "linears": sum(name.endswith(".scales") for name in found.weights),
+        "norms": [name for name in found.weights if name.endswith(".weight")],
     }
 
 
@@ -61,6 +63,6 @@ def recovery_text(found: dict[str, Any]) -> str:
     """The same in words."""
     end = "" if found["kept"] else ": they stay as they were"
     return (
-        f"scales tuned: KL {found['kl_before']:.4f} before, {found['kl_after']:.4f} after, on "
-        f"{found['held_out_tokens']:,} held-out tokens{end}"
+        f"scales and norms tuned: KL {found['kl_before']:.4f} before, {found['kl_after']:.4f} "
+        f"after, on {found['held_out_tokens']:,} held-out tokens{end}"
     )

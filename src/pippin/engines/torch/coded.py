@@ -51,10 +51,10 @@ class CodedLinear(nn.Module):
         return self.scales.stored([part.cpu().numpy() for part in self.tuned()])
 
     def _rounded(self, values: Tensor, least: float | None) -> Tensor:
-        return _Rounded.apply(values.clamp(min=least) if least else values, self.rounded_to)
+        return Rounded.apply(values.clamp(min=least) if least else values, self.rounded_to)
 
 
-class _Rounded(torch.autograd.Function):
+class Rounded(torch.autograd.Function):
     """The nearest value of a dtype, in float32; its gradient is one."""
 
     @staticmethod

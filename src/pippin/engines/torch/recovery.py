@@ -1,4 +1,4 @@
-"""Scales and zero points of codes, tuned until the predictions are the parent's again.
+"""Scales and zero points of codes, and norms, tuned until the predictions are the parent's again.
 
 They follow the gradient of the KL divergence from the parent's predictions. Held-out rows say
 whether it was worth it.
@@ -10,24 +10,57 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization
 from transformers import PreTrainedModel
 
 from pippin.engines import Recovered
+from pippin.engines.coded import dither
 from pippin.engines.torch.body import hidden_states
-from pippin.engines.torch.coded import CodedLinear, stored, take_codes
+from pippin.engines.torch.coded import CodedLinear, Rounded, stored, take_codes
 from pippin.engines.torch.loss import Head
 from pippin.engines.torch.rows import Rows
 from pippin.model import names
 from pippin.model.quantized import DenseView
 
-# Adam's step in shares of a scale: its largest, after some updates and before it falls to nothing.
+# Adam's step in shares of a scale, or of a norm's size: its largest, after some updates and before
+# it falls to nothing.
 LEARNING_RATE, WARMUP, BETAS = 4e-4, 3, (0.9, 0.95)
 # A mean's gradients are too small for half precision, and a factor is nothing to Adam.
 GAIN = 256.0
+
+
+class TunedNorm(nn.Module):
+    """The weight of a norm as it would be stored, from what it has moved by in shares of its size.
+
+    Where a value rounds over to the next is fixed for each, as it is for scales.
+    """
+
+    def __init__(self, norm: nn.Module, first_D: NDArray[Any], rng: np.random.Generator) -> None:
+        super().__init__()
+        weight_D = norm.get_parameter("weight")
+        self.dtype, self.used_as, device = first_D.dtype, weight_D.dtype, weight_D.device
+        self.first_D = torch.from_numpy(first_D.astype(np.float32)).to(device)
+        self.added_D = torch.from_numpy(dither(first_D, rng)).to(device)
+        self.size = self.first_D.square().mean().sqrt()
+        self.move_D = norm.weight = nn.Parameter(torch.zeros_like(self.first_D))
+        # Unsafe: a move is float32, and the weight in its place need not be.
+        register_parametrization(norm, "weight", self, unsafe=True)
+
+    def forward(self, move_D: Tensor) -> Tensor:
+        """(D,) in the network's dtype."""
+        moved_D = self.first_D + self.size * move_D + self.added_D
+        return Rounded.apply(moved_D, getattr(torch, self.dtype.name)).to(self.used_as)
+
+    @torch.no_grad()
+    def stored(self) -> NDArray[Any]:
+        """What the forward computes with, as the folder has it."""
+        return self(self.move_D).float().cpu().numpy().astype(self.dtype)
 
 
 class Recovery:
@@ -35,6 +68,7 @@ class Recovery:
 
     def __init__(self, network: PreTrainedModel, head: Head, batches: Sequence[Rows]) -> None:
         self.network, self.head, self.batches = network.requires_grad_(False), head, batches
+        self.norms = dict[str, TunedNorm]()
         self.parent = replace(head, weight_VD=head.weight_VD.clone())
         with torch.no_grad():
             self.wanted = [self.hidden(rows) for rows in batches]
@@ -45,14 +79,19 @@ class Recovery:
         return hidden_BTD.reshape(-1, hidden_BTD.shape[-1])[rows.real_N]
 
     def take(self, folder: Path, seed: int) -> dict[str, CodedLinear]:
-        """Every weight of the quantized folder; the layers' coded linears by name."""
-        view = DenseView(folder)
+        """Every weight of the quantized folder, norms to be tuned; the coded linears by name."""
+        view, rng = DenseView(folder), np.random.default_rng(seed)
         coded = take_codes(self.network, view, seed)
         parameters = dict(self.network.named_parameters())
-        for name in view.tensors:
-            if names.module(name) not in coded:
-                dense = torch.from_numpy(view.read(name).astype(np.float32))
-                parameters[name].data.copy_(dense)
+        for name, spec in view.tensors.items():
+            module = names.module(name)
+            if module in coded:
+                continue
+            weight = view.read(name)
+            parameters[name].data.copy_(torch.from_numpy(weight.astype(np.float32)))
+            if len(spec.shape) == 1 and name.endswith(".weight"):
+                norm = self.network.get_submodule(module)
+                self.norms[name] = TunedNorm(norm, weight, rng)
         return coded
 
     @torch.no_grad()
@@ -102,8 +141,11 @@ def recover(
     first = len(batches) - max(1, len(batches) // 8)
     held_out = range(first, len(batches))
     before = recovery.divergence(held_out)
-    recovery.tune([move for linear in coded.values() for move in linear.moves], range(first))
+    moves = [move for linear in coded.values() for move in linear.moves]
+    moves += [norm.move_D for norm in recovery.norms.values()]
+    recovery.tune(moves, range(first))
     after = recovery.divergence(held_out)
-    weights = stored(coded) if after < before else {}
+    norms = {name: norm.stored() for name, norm in recovery.norms.items()}
+    weights = stored(coded) | norms if after < before else {}
     tokens = sum(len(recovery.wanted[i]) for i in held_out)
     return Recovered(weights=weights, before=before, after=after, tokens=tokens)
