@@ -189,8 +189,8 @@ class Recoverer(Protocol):
     def recover(self, quantized: Path, batches: Sequence[Batch], seed: int) -> Recovered:
         """Tune scales, zero points and norms of the folder until it predicts as this model does.
 
-        One update a batch; the last eighth of them is held out. The model is the quantized one
-        afterwards. Raises ModelError where it has no head of its own formula.
+        One update a batch; every eighth is held out. The model is the quantized one afterwards.
+        Raises ModelError where it has no head of its own formula.
         """
         ...
 

@@ -117,8 +117,8 @@ class Recovery:
             pull_ND[some] = moved_CV.to(hidden_ND.dtype) @ self.head.weight_VD
         return total, pull_ND
 
-    def tune(self, moves: Sequence[nn.Parameter], updates: range) -> None:
-        """One update of Adam a batch."""
+    def tune(self, moves: Sequence[nn.Parameter], updates: Sequence[int]) -> None:
+        """One update of Adam a batch, by their numbers."""
         optimizer = torch.optim.Adam(moves, lr=LEARNING_RATE, betas=BETAS)
         for done, i in enumerate(updates):
             rise = min(1.0, (done + 1) / WARMUP)
@@ -135,15 +135,16 @@ class Recovery:
 def recover(
     network: PreTrainedModel, head: Head, folder: Path, batches: Sequence[Rows], seed: int
 ) -> Recovered:
-    """Tune on all batches but the last eighth, which says what it gave: nothing, maybe."""
+    """Tune on all batches but every eighth, which say what it gave: nothing, maybe."""
     recovery = Recovery(network, head, batches)
     coded = recovery.take(folder, seed)
-    first = len(batches) - max(1, len(batches) // 8)
-    held_out = range(first, len(batches))
+    # Batches come longest first: whatever length rows have, some are held out.
+    held_out = range(min(7, len(batches) - 1), len(batches), 8)
+    rest = [i for i in range(len(batches)) if i not in held_out]
     before = recovery.divergence(held_out)
     moves = [move for linear in coded.values() for move in linear.moves]
     moves += [norm.move_D for norm in recovery.norms.values()]
-    recovery.tune(moves, range(first))
+    recovery.tune(moves, np.random.default_rng(seed).permutation(rest).tolist())
     after = recovery.divergence(held_out)
     norms = {name: norm.stored() for name, norm in recovery.norms.items()}
     weights = stored(coded) | norms if after < before else {}
