@@ -62,7 +62,8 @@ def recover(calibration: Calibration, batches: list[Batch], folder: Path) -> dic
 def recovery_text(found: dict[str, Any]) -> str:
     """The same in words."""
     end = "" if found["kept"] else ": they stay as they were"
+    what = "scales" if found["kept"] and not found["norms"] else "scales and norms"
     return (
-        f"scales and norms tuned: KL {found['kl_before']:.4f} before, {found['kl_after']:.4f} "
+        f"{what} tuned: KL {found['kl_before']:.4f} before, {found['kl_after']:.4f} "
         f"after, on {found['held_out_tokens']:,} held-out tokens{end}"
     )
