@@ -143,6 +143,13 @@ def patched(target: str, value: Any) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def both(first: contextlib.AbstractContextManager[Any], second: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+    """Two at once, such as a fault of PyTorch's and its being asked."""
+    with first, second:
+        yield
+
+
 def compiled_wrongly(function, **_):
     """What a compiler returns that reorders too much."""
     return lambda *args: function(*args) * 1.001

@@ -50,7 +50,10 @@ FAULTS = {
     "gradient.block": fault("silu_backward", faults.scaled),
     "gradient.norm": fault("_foreach_norm", faults.tail_lost),
     "loss.cross-entropy": fault("_log_softmax_backward_data", faults.scaled),
-    "loss.own": fault(PRODUCTS, faults.tail_lost),
+    "loss.own": lambda: faults.both(
+        patched("pippin.engines.torch.cpu_products.ours", lambda _: False),
+        Fault(PRODUCTS, faults.tail_lost),
+    ),
     "optimizer.step": fault("_fused_adamw_", faults.update_lost),
     "optimizer.layouts": fault("_fused_adamw_", faults.update_lost),
     "quantized.int8 weights": fault("_weight_int8pack_mm", faults.scaled),

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.mlx, pytest.mark.torch, pytest.mark.executorch]
 
 DEPLOYING = {
     "targets = []": 'targets = ["executorch"]\ncontext = 64',
-    "bits = 8\ngroup_size = 32\nembed_group_size = 32": (
+    'method = "rtn"\nbits = 8\ngroup_size = 32\nembed_group_size = 32': (
         'method = "best"\nbits = 8\ngroup_size = 0\nscheme = "symmetric"\n'
         'embed_group_size = 0\nembed_scheme = "symmetric"'
     ),
