@@ -144,9 +144,11 @@ def patched(target: str, value: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def both(first: contextlib.AbstractContextManager[Any], second: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+def both(*faults: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
     """Two at once, such as a fault of PyTorch's and its being asked."""
-    with first, second:
+    with contextlib.ExitStack() as stack:
+        for fault in faults:
+            stack.enter_context(fault)
         yield
 
 
