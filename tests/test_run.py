@@ -10,6 +10,7 @@ import pytest
 
 from pippin import run as running
 from pippin import targets
+from pippin.artifact import read_manifest
 from pippin.errors import GateError, PippinError, UsageError
 from pippin.events import Finished, Notice
 from pippin.plan import make_plan
@@ -273,21 +274,39 @@ def test_a_plan_tells_what_its_targets_refuse(recipe, monkeypatch):
     ]
 
 
-@pytest.mark.parametrize("only", [None, "deploy"])
-def test_a_format_that_fails_leaves_the_others_and_is_told_at_the_end(recipe, monkeypatch, only):
+def failing(subject):
+    """Stages, of which the one with this subject fails."""
+
     def stage_function(stage):
         def run_stage(job):
-            if job.subject == "hf":
-                raise PippinError("hf: it computes something else", "other versions")
+            if job.subject == subject:
+                raise PippinError(f"{subject}: it computes something else", "other versions")
             yield from fake_stage(stage)(job)
 
         return run_stage
 
+    return stage_function
+
+
+@pytest.mark.parametrize("only", [None, "deploy"])
+def test_a_format_that_fails_leaves_the_others_and_is_told_at_the_end(recipe, monkeypatch, only):
     asked = change(recipe, deploy={"targets": ("gguf", "hf", "mlx"), "context": 64})
     walk(recipe)
     monkeypatch.setattr(running, "check_recipe", lambda *_: [])
-    monkeypatch.setattr(running, "stage_function", stage_function)
+    monkeypatch.setattr(running, "stage_function", failing("hf"))
     with pytest.raises(PippinError, match="hf: it computes something else"):
         walk(asked, only=only)
     made = sorted(path.name for path in Path(recipe.out).glob("deploy-*"))
     assert made == ["deploy-gguf", "deploy-mlx"]
+
+
+def test_a_format_that_fails_when_it_is_made_again_is_not_evaluated_as_it_was(recipe, monkeypatch):
+    asked = change(recipe, deploy={"targets": ("gguf", "mlx"), "context": 64})
+    monkeypatch.setattr(running, "check_recipe", lambda *_: [])
+    walk(asked)
+    monkeypatch.setattr(running, "stage_function", failing("gguf"))
+    with pytest.raises(PippinError, match="gguf: it computes something else"):
+        walk(change(asked, deploy={"context": 32}), redo=("deploy",))
+    folders = (Path(recipe.out) / name for name in ("deploy-gguf", "deploy-mlx"))
+    contexts = [read_manifest(folder)["settings"]["deploy.context"] for folder in folders]
+    assert contexts == [64, 32]

@@ -81,13 +81,13 @@ class Walk:
             lacking = missing_packages(self.plan.recipe.deploy.targets)
             replace(self.plan, refusals=tuple(lacking)).raise_refusals()
         yield from self.fetch()
-        failed: list[PippinError] = []
+        failed: dict[Path | None, PippinError] = {}
         for step in self.plan.steps:
             if step.stage == "deploy":
                 yield from self.attempt(step, failed)
-            elif step.stage != "fetch" and (not failed or self.missing(step) is None):
+            elif step.stage != "fetch" and step.inputs.get("bundle") not in failed:
                 yield from self.step(step)
-        self.raise_all(failed)
+        self.raise_all(list(failed.values()))
 
     def only(self, stage: str) -> Iterator[Event]:
         """The steps of one stage, after checking that what they read is there and up to date."""
@@ -101,7 +101,7 @@ class Walk:
                 f"{others[0]}`",
             )
         yield from self.fetch()
-        failed: list[PippinError] = []
+        failed: dict[Path | None, PippinError] = {}
         for step in steps:
             missing = self.missing(step)
             if missing is None:
@@ -113,7 +113,7 @@ class Walk:
                     f"{step.name} needs {missing.folder}, which is not there",
                     f"`pippin {missing.stage} RECIPE` first, or `pippin run RECIPE` for all of it",
                 )
-        self.raise_all(failed)
+        self.raise_all(list(failed.values()))
 
     def raise_all(self, failed: list[PippinError]) -> None:
         """Raise what went wrong on the way, as one error."""
@@ -123,12 +123,12 @@ class Walk:
             self.plan, refusals=tuple((error.message, error.hint) for error in failed)
         ).raise_refusals()
 
-    def attempt(self, step: Step, failed: list[PippinError]) -> Iterator[Event]:
+    def attempt(self, step: Step, failed: dict[Path | None, PippinError]) -> Iterator[Event]:
         """One of several formats: where it fails, the others are made all the same."""
         try:
             yield from self.step(step)
         except PippinError as error:
-            failed.append(error)
+            failed[step.folder] = error
             if len(self.plan.recipe.deploy.targets) == 1:
                 return
             yield Notice(stage=step.stage, text=f"{step.subject} is not deployed: {error.message}")
