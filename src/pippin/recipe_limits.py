@@ -160,12 +160,6 @@ def _training(recipe: Recipe) -> Iterator[Contradiction]:
             "full fine-tuning makes a model, not an adapter",
             "leave one of model.adapter and train.method out",
         )
-    if recipe.model.adapter_base is not None and recipe.model.adapter is None:
-        yield (
-            ("model", "adapter_base"),
-            "is the base of model.adapter, which is not given",
-            "give the adapter, or leave adapter_base out",
-        )
     if train.method == "full" and train.frozen_dtype != "auto":
         yield (
             ("train", "frozen_dtype"),
@@ -188,6 +182,12 @@ def _training(recipe: Recipe) -> Iterator[Contradiction]:
 
 def _merging(recipe: Recipe) -> Iterator[Contradiction]:
     full, one_pass = recipe.train.method == "full", recipe.quantize.one_pass
+    if recipe.model.adapter_base is not None and recipe.model.adapter is None:
+        yield (
+            ("model", "adapter_base"),
+            "is the base of model.adapter, which is not given",
+            "give the adapter, or leave adapter_base out",
+        )
     if full and one_pass:
         yield (
             ("quantize", "one_pass"),

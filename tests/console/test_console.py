@@ -226,7 +226,7 @@ def test_plan_as_text_and_json(tmp_path):
     rich, text = fake()
     Console(out=rich, err=fake()[0]).plan(plan, {"train"})
     assert "Test Chip, 2 cores, 8.00 GB of 16.00 GB free" in text()
-    assert "64 tokens (64 tokens x 1 row x 1)" in text()
+    assert "64 tokens (64 tokens x 1 row x 1 accumulated)" in text()
     assert any("train" in line and "done before" in line for line in text().splitlines())
     rich, text = fake()
     Console(mode="json", out=rich, err=fake()[0]).plan(plan, set())

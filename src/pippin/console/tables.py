@@ -130,7 +130,8 @@ def plan_facts(plan: Plan) -> Iterator[tuple[str, str]]:
         yield a.kind, f"{a.name}, {bytes_text(a.memory_available)} free"
     yield "engine", f"{plan.recipe.model.engine} on {plan.device}"
     yield "dtypes", f"trains in {plan.dtype}, evaluates in {plan.recipe.evaluate.dtype}"
-    shape = f"{train.row_tokens} tokens x {counted(train.batch_rows, 'row')} x {train.accumulate}"
+    rows = counted(train.batch_rows, "row")
+    shape = f"{train.row_tokens} tokens x {rows} x {train.accumulate} accumulated"
     yield "update", f"{plan.tokens_per_step:,} tokens ({shape})"
     if plan.updates:
         total = count_text(plan.updates * plan.tokens_per_step)

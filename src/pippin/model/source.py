@@ -68,21 +68,25 @@ def locate_adapter(model: recipe.Model, folder: Path) -> Path | None:
 
     Raises ModelError for one that is not there.
     """
-    what = f"no adapter: it has no {ADAPTER_CONFIG}", "model.adapter is a PEFT folder"
-    return _holding(ADAPTER_CONFIG, model.adapter, folder, what)
+    return _named(model.adapter, folder, (ADAPTER_CONFIG, "adapter", "a PEFT folder"))
 
 
 def locate_adapter_base(model: recipe.Model, folder: Path) -> Path | None:
     """The model folder that `model.adapter_base` names, likewise."""
-    what = f"no model folder: it has no {CONFIG}", "model.adapter_base is a model's folder"
-    return _holding(CONFIG, model.adapter_base, folder, what)
+    return _named(model.adapter_base, folder, (CONFIG, "adapter_base", "a model's folder"))
 
 
-def _holding(file: str, named: str | None, folder: Path, what: tuple[str, str]) -> Path | None:
-    path = folder / Path(named or "").expanduser()
-    if named is not None and not (path / file).is_file():
-        raise ModelError(f"{path} is {what[0]}", f"{what[1]} and starts at the recipe's folder")
-    return path if named is not None else None
+def _named(name: str | None, folder: Path, what: tuple[str, str, str]) -> Path | None:
+    """The folder of that name; `what` has the file it must hold, its key and what it should be."""
+    if name is None:
+        return None
+    path, (file, key, kind) = folder / Path(name).expanduser(), what
+    if not (path / file).is_file():
+        raise ModelError(
+            f"{path} is no {key}: it has no {file}",
+            f"model.{key} is {kind} and starts at the recipe's folder",
+        )
+    return path
 
 
 def check_folder(folder: Path, trust_remote_code: bool) -> None:
