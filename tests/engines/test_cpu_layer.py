@@ -84,6 +84,20 @@ def test_sums_of_products_are_float64s(kind, rows, depth, columns, own, monkeypa
 
 
 @needs_compiler
+@pytest.mark.parametrize("wrong", [1.001, float("nan")])
+def test_products_that_a_machine_gets_wrong_are_not_used(wrong, monkeypatch, tiny, engine, adapter):
+    run = products._run
+    monkeypatch.setattr(products, "_faster", lambda _: True)
+    assert products.fault.__wrapped__(torch.float32) is None
+    monkeypatch.setattr(products, "_run", lambda out, *rest: (run(out, *rest), out.mul_(wrong)))
+    monkeypatch.setattr(products, "fault", products.fault.__wrapped__)
+    assert not products.ours(torch.float32)
+    model = engine.load(tiny("llama"), "float32")
+    trainer = model.trainer(Train(), Lora(rank=4), adapter(model), 0)
+    assert any("products are PyTorch's" in notice for notice in trainer.notices)
+
+
+@needs_compiler
 def test_sums_of_nothing_are_zeros(monkeypatch):
     monkeypatch.setattr(products, "ours", lambda _: True)
     out = drawn(3, 50).float()

@@ -24,15 +24,33 @@ COMPILED = Compiled(
     flags="-fopenmp",
     signatures={f"products{tail}": "pf" for tail in TAILS.values()},
 )
+EXACT = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # of a product's size
 Terms: TypeAlias = list[tuple[Tensor, Tensor]]
 
 
-@functools.cache
 def ours(dtype: torch.dtype) -> bool:
-    """Whether our products are the faster ones here.
+    """Whether our products are the faster ones here, and right."""
+    return _faster(dtype) and fault(dtype) is None
 
-    A CPU with tiles for matrices (AMX) has PyTorch's run in them.
-    """
+
+@functools.cache
+def fault(dtype: torch.dtype) -> str | None:
+    """How far our products are off where they would be faster, but this compiler or CPU errs."""
+    if not _faster(dtype):
+        return None
+    drawn = torch.Generator().manual_seed(0)
+    shapes = ((9, 66), (66, 50), (9, 6), (50, 6), (9, 50))
+    a, b, c, turned, plus = (torch.randn(*shape, generator=drawn).to(dtype) for shape in shapes)
+    out = torch.full_like(plus, torch.nan)
+    _run(out, [(a, b), (c, turned.T)], plus, 0.5)
+    wanted = 0.5 * (a.double() @ b.double() + c.double() @ turned.double().T) + plus.double()
+    off = float((out.double() - wanted).norm() / wanted.norm())
+    return None if off <= EXACT[dtype] else f"ours are off float64's by {off:.1e} of their size"
+
+
+@functools.cache
+def _faster(dtype: torch.dtype) -> bool:
+    """A CPU with tiles for matrices (AMX) has PyTorch's run in them."""
     if COMPILED.missing is not None:
         return False
     flags = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].split()

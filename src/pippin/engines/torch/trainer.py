@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from pippin.data.batches import Batch
 from pippin.engines import StepResult, Weights
 from pippin.engines.books import scored_tokens, seed_of
-from pippin.engines.torch import cpu_kernels
+from pippin.engines.torch import cpu_kernels, cpu_products
 from pippin.engines.torch.body import find_head, hidden_states
 from pippin.engines.torch.by_hand import replace_layers
 from pippin.engines.torch.compiled import compile_layers, wake_autograd
@@ -225,6 +225,9 @@ class TorchTrainer:
         if self.head is None:
             name = type(self.network).__name__
             notices.append(f"the head of {name} is its own; its full logits are computed")
+        on_cpu = self.network.device.type == "cpu"
+        if on_cpu and (fault := cpu_products.fault(self.network.dtype)):
+            notices.append(f"products are PyTorch's, which is slower: {fault}")
         return tuple(notices)
 
 
