@@ -243,3 +243,12 @@ def test_a_missing_compiler_is_told(tiny, engine, samples, pack, adapter, monkey
     assert not trainer.by_hand
     assert any("g++ is not installed" in notice for notice in trainer.notices)
     assert trainer.step([pack([samples])], 1e-3).loss_sum > 0
+
+
+@needs_compiler
+def test_a_layer_that_differs_is_told(tiny, engine, adapter, monkeypatch):
+    monkeypatch.setattr(kernels, "gate", lambda gate, up: gate + up)
+    model = engine.load(tiny("llama"), "float32")
+    trainer = model.trainer(Train(), Lora(rank=4), adapter(model, live=True), 0)
+    assert not trainer.by_hand
+    assert any("the output of layer 0 differs by" in notice for notice in trainer.notices)

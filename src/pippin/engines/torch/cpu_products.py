@@ -39,7 +39,7 @@ def fault(dtype: torch.dtype) -> str | None:
     if not _faster(dtype):
         return None
     drawn = torch.Generator().manual_seed(0)
-    shapes = ((9, 66), (66, 50), (9, 6), (50, 6), (9, 50))
+    shapes = ((9, 66), (66, 50), (9, 34), (50, 34), (9, 50))
     a, b, c, turned, plus = (torch.randn(*shape, generator=drawn).to(dtype) for shape in shapes)
     out = torch.full_like(plus, torch.nan)
     _run(out, [(a, b), (c, turned.T)], plus, 0.5)
@@ -90,6 +90,8 @@ def add_products(
 
 def _run(out_RC: Tensor, terms: Terms, plus: Tensor | None, scale: float) -> None:
     dtype = terms[0][0].dtype
+    assert out_RC.dtype in (dtype, torch.float32)
+    assert plus is None or (plus.dtype == dtype and plus.stride(-1) == 1)
     numbers = [
         out_RC.data_ptr(),
         0 if plus is None else plus.data_ptr(),
@@ -102,6 +104,7 @@ def _run(out_RC: Tensor, terms: Terms, plus: Tensor | None, scale: float) -> Non
     for a, b in terms:
         turned = int(b.stride(1) != 1)
         assert a.dtype == b.dtype == dtype
+        assert (len(a), a.shape[1], b.shape[1]) == (len(out_RC), len(b), out_RC.shape[1])
         assert a.stride(1) == 1
         assert not turned or b.stride(0) == 1
         numbers += (a.data_ptr(), b.data_ptr(), a.stride(0), b.stride(turned), len(b), turned)

@@ -27,7 +27,7 @@ from pippin.engines.torch.loss import head_loss, logits_loss
 from pippin.engines.torch.optimizer import Optimizer
 from pippin.engines.torch.probe import find_ability
 from pippin.engines.torch.rows import Rows, without_unread
-from pippin.engines.torch.trial import decoder_layers, outside
+from pippin.engines.torch.trial import Difference, decoder_layers, outside
 from pippin.errors import ModelError
 from pippin.recipe import Train
 
@@ -146,23 +146,16 @@ class TorchTrainer:
         """Whether the layers run as our own code, which takes micro-batches of any shape."""
         if self.network.device.type == "mps":
             return False
-        if self.network.device.type == "cpu":
-            return self._replace_on_cpu()
-        wake_autograd(self.network.device)
-        float8 = self.train.frozen_dtype == "float8"
-        if replace_layers(self.network, self.ability.layout, self.train):
-            if float8:
-                self.notices += (freeze_in_float8(decoder_layers(self.network)),)
-            return False
-        if float8:
-            self.notices += ("the layers' frozen linears compute in FP8, which is less exact",)
-        return True
-
-    def _replace_on_cpu(self) -> bool:
-        """The same, where kernels could be compiled; their absence is told."""
+        on_cpu, float8 = self.network.device.type == "cpu", self.train.frozen_dtype == "float8"
+        if not on_cpu:
+            wake_autograd(self.network.device)
         fault = replace_layers(self.network, self.ability.layout, self.train)
-        if fault and fault == cpu_kernels.missing():
+        if isinstance(fault, Difference) or (on_cpu and fault and fault == cpu_kernels.missing()):
             self.notices += (f"layers have no kernels of ours, which is slower: {fault}",)
+        if float8 and fault:
+            self.notices += (freeze_in_float8(decoder_layers(self.network)),)
+        elif float8:
+            self.notices += ("the layers' frozen linears compute in FP8, which is less exact",)
         return fault is None
 
     def _compile(self) -> bool:

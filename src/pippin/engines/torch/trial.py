@@ -73,14 +73,19 @@ def results(layer: nn.Module, call: Call, inner: bool) -> dict[str, Tensor]:
     return {"the output": out.detach(), **found}
 
 
+class Difference(str):
+    """What differs, in words: a fault of the code or the machine, not a trait of the model."""
+
+
 def difference(
     wanted: dict[str, Tensor], got: dict[str, Tensor], tolerance: float, layer: int
-) -> str | None:
-    """The first result that is off by more than rounding, in words."""
+) -> Difference | None:
+    """The first result that is off by more than rounding."""
     for name, one in wanted.items():
         far = _distance(got[name], one)
         if not far <= tolerance:
-            return f"{name} of layer {layer} differs by {far:.2g} from the plain code's"
+            said = f"{name} of layer {layer} differs by {far:.2g} from the plain code's"
+            return Difference(said)
     return None
 
 
