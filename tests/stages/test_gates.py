@@ -38,7 +38,8 @@ def test_nan_and_unmeasured_miss():
 
 
 def test_an_adapter_that_gained_nothing_has_nothing_to_keep():
-    assert missed({"gain_kept": None}, Gates().quantized) == []
+    assert missed({"gain_kept": None, "no_gain": True}, Gates().quantized) == []
+    assert missed({"gain_kept": None}, Gates().quantized) != []  # not measured at all
     assert missed({"gain_kept": 0.94}, Gates().quantized) == [
         "gain kept 0.940 < min_gain_kept 0.95"
     ]

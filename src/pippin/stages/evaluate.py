@@ -165,6 +165,7 @@ class _Sitting:
                 f"{error:.4f}: there is no gain to keep"
             )
             yield Notice(stage=self.job.stage, text=text)
+            self.scores["no_gain"] = True
             return
         self.scores["gain_kept"] = (base.loss - loss) / gain
         if self.exam.is_cut and (parent := self._stored("parent")) is not None:

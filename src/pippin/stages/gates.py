@@ -61,7 +61,7 @@ def _missed(scores: Mapping[str, Any], limit: str, bound: float) -> str | None:
     # On a few rows chance decides how many are answered: the parent's figure on these is enough.
     fair = scores.get("same_rows", {}).get(key)
     bound = bound if fair is None else min(bound, round(fair - SLACK, decimals))
-    if value is None and key == "gain_kept":
+    if key == "gain_kept" and scores.get("no_gain"):
         return None
     if value is None:
         return f"{name} was not measured, {limit} is {bound}"

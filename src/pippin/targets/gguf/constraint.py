@@ -48,7 +48,7 @@ def refuse_tokenizer(checkpoint: Path) -> Iterator[Refusal]:
     """The reason why llama.cpp could not cut text into bytes' pairs: there are none."""
     file = checkpoint / "tokenizer.json"
     model = json.loads(file.read_text())["model"] if file.is_file() else {}
-    if model.get("type") == "BPE" and not (model.get("byte_fallback") or model["merges"]):
+    if model.get("type") == "BPE" and not (model.get("byte_fallback") or model.get("merges")):
         yield (
             f"gguf: the tokenizer in {checkpoint} merges no pairs, which llama.cpp has no name for",
             "deploy to another target",
