@@ -62,6 +62,12 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def pytest_configure() -> None:
+    """A shell starts background jobs with SIGINT ignored; tests of Ctrl-C need Python's handler."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _brief_gates() -> Iterator[None]:
     """Deployed files are judged on the first prompts: all of them would take a minute a file."""
