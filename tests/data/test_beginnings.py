@@ -6,9 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pippin.data.batches import Batch, Sample, lay_out
+from pippin.data.batches import Batch, Sample, lay_out, without_unread
 from pippin.data.beginnings import WORTH, share_beginnings
-from pippin.engines.torch.rows import without_unread
 
 
 @st.composite

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.nn import functional
 
+from pippin.data.batches import without_unread
 from pippin.engines.torch import cpu_kernels as kernels
 from pippin.engines.torch import cpu_products as products
-from pippin.engines.torch.rows import without_unread
 from pippin.engines.torch.trainer import TorchTrainer
 from pippin.recipe import Lora, Train
 

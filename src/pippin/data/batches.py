@@ -5,7 +5,7 @@ Shape letters: B rows, T tokens.
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -160,6 +160,21 @@ def lay_out(rows: Sequence[Sequence[Sample]], length: int) -> Batch:
         segments_BT=segments_BT,
         scored_BT=scored_BT,
     )
+
+
+def without_unread(batch: Batch) -> Batch:
+    """Padding in the place of tokens that no scored one follows in their sample.
+
+    The last token of a sample is only ever predicted. All stay where no token is scored.
+    """
+    length = batch.scored_BT.shape[1]
+    scored_at = np.where(batch.scored_BT, np.arange(length), length)
+    next_BT = np.minimum.accumulate(scored_at[:, ::-1], 1)[:, ::-1]
+    next_BT = np.pad(next_BT, ((0, 0), (0, 1)), constant_values=length)[:, 1:]
+    segments = np.pad(batch.segments_BT, ((0, 0), (0, 1)))
+    read_BT = np.take_along_axis(segments, next_BT, 1) == batch.segments_BT
+    read = np.where(read_BT, batch.segments_BT, 0)
+    return replace(batch, segments_BT=read) if read.any() else batch
 
 
 def _offer(by_room: dict[int, list[int]], rooms: list[int], row: int, room: int) -> None:

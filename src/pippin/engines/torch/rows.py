@@ -4,7 +4,7 @@ Shape letters: B rows, T tokens, N tokens of all rows, S scored positions, D hid
 """
 
 import itertools
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -37,21 +37,6 @@ def packed_rows(batch: Batch, device: torch.device) -> Rows:
     real_BT = batch.segments_BT > 0
     keep_BT = real_BT if device.type == "cpu" else np.ones_like(real_BT)
     return _rows(batch, device, keep_BT, packing=True)
-
-
-def without_unread(batch: Batch) -> Batch:
-    """Padding in the place of tokens that no scored one follows in their sample.
-
-    The last token of a sample is only ever predicted. All stay where no token is scored.
-    """
-    length = batch.scored_BT.shape[1]
-    scored_at = np.where(batch.scored_BT, np.arange(length), length)
-    next_BT = np.minimum.accumulate(scored_at[:, ::-1], 1)[:, ::-1]
-    next_BT = np.pad(next_BT, ((0, 0), (0, 1)), constant_values=length)[:, 1:]
-    segments = np.pad(batch.segments_BT, ((0, 0), (0, 1)))
-    read_BT = np.take_along_axis(segments, next_BT, 1) == batch.segments_BT
-    read = np.where(read_BT, batch.segments_BT, 0)
-    return replace(batch, segments_BT=read) if read.any() else batch
 
 
 def math_rows(batch: Batch, device: torch.device) -> Rows:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from pippin.data.batches import Batch
+from pippin.data.batches import Batch, without_unread
 from pippin.engines import StepResult, Weights
 from pippin.engines.books import scored_tokens, seed_of
 from pippin.engines.torch import cpu_kernels, cpu_products
@@ -26,7 +26,7 @@ from pippin.engines.torch.fused import fuse
 from pippin.engines.torch.loss import head_loss, logits_loss
 from pippin.engines.torch.optimizer import Optimizer
 from pippin.engines.torch.probe import find_ability
-from pippin.engines.torch.rows import Rows, without_unread
+from pippin.engines.torch.rows import Rows
 from pippin.engines.torch.trial import Difference, decoder_layers, outside
 from pippin.errors import ModelError
 from pippin.recipe import Train
