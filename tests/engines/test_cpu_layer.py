@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from pippin.data.batches import without_unread
 from pippin.engines.torch import cpu_kernels as kernels
+from pippin.engines.torch import cpu_layer
 from pippin.engines.torch import cpu_products as products
 from pippin.engines.torch.trainer import TorchTrainer
 from pippin.recipe import Lora, Train
@@ -252,3 +253,26 @@ def test_a_layer_that_differs_is_told(tiny, engine, adapter, monkeypatch):
     trainer = model.trainer(Train(), Lora(rank=4), adapter(model, live=True), 0)
     assert not trainer.by_hand
     assert any("the output of layer 0 differs by" in notice for notice in trainer.notices)
+
+
+@needs_compiler
+def test_a_last_layer_that_goes_on_with_other_tokens_is_told(tiny, engine, adapter, monkeypatch):
+    def read(call, x_TD):
+        return x_TD if call.read_S is None else x_TD[call.read_S.roll(1)]
+
+    monkeypatch.setattr(cpu_layer.Call, "read", read)
+    model = engine.load(tiny("llama"), "float32")
+    trainer = model.trainer(Train(), Lora(rank=4), adapter(model, live=True), 0)
+    assert any("the output of layer 1 differs by" in notice for notice in trainer.notices)
+
+
+@needs_compiler
+def test_a_loss_that_differs_is_told_and_not_used(tiny, engine, samples, pack, monkeypatch):
+    batch, losses = pack([samples]), []
+    make = kernels.row_losses
+    for wrong in (1.0, 1.01):
+        monkeypatch.setattr(kernels, "row_losses", lambda *a, f=wrong, **k: make(*a, **k) * f)
+        trainer = engine.load(tiny("llama"), "float32").trainer(Train(), None, {}, 0)
+        losses.append(trainer.loss(batch)[0])
+    assert any("the sum of the loss differs by 0.01" in notice for notice in trainer.notices)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)

@@ -1,10 +1,12 @@
 """The training step: accumulation, resuming bit for bit, refusal of bad updates, full tuning."""
 
+from dataclasses import astuple
+
 import numpy as np
 import pytest
 import torch
 
-from pippin.engines.torch.trainer import checkpoint_activations
+from pippin.engines.torch.recomputed import checkpoint_activations
 from pippin.errors import ModelError, UsageError
 from pippin.recipe import Lora, Train
 
@@ -250,3 +252,22 @@ def test_float8_is_refused_where_it_does_not_run(tiny, engine, adapter):
     model = engine.load(tiny("llama"), "float32")
     with pytest.raises(UsageError, match="float8"):
         model.trainer(Train(frozen_dtype="float8"), Lora(rank=4), adapter(model), 0)
+
+
+@pytest.mark.parametrize("spoiled", [False, True])
+def test_going_ahead_changes_no_number(start, samples, pack, spoiled):
+    """As on CUDA: the next update's first micro-batch is through when a step's figures are told."""
+    steps = [[pack([samples[i:]]), pack([samples[: i + 1]])] for i in range(4)]
+    train, lora = Train(gradient_checkpointing=True), Lora(rank=4, dropout=0.3)
+    plain, ahead = (start(train, lora) for _ in range(2))
+    ahead.goes_ahead, results = True, []
+    for trainer in (plain, ahead):
+        for step, batches in enumerate(steps):
+            told = steps[(step + 1 + (step == 1)) % 4]  # once it is told of others than come
+            results.append(astuple(trainer.step(batches, 1e-2, lambda told=told: told)))
+            if spoiled and step == 2:
+                trainer.network.model.norm.weight.fill_(float("nan"))
+        results.append(trainer.loss(steps[0][0]))
+        results.append(trainer.state())
+    half = len(results) // 2
+    np.testing.assert_equal(results[half:], results[:half])

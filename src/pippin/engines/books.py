@@ -73,6 +73,6 @@ def scored_tokens(batches: Sequence[Batch]) -> int:
     return tokens
 
 
-def seed_of(seed: int, step: int) -> int:
-    """Where a step's random numbers start: a state needs none of its own."""
-    return int(np.random.SeedSequence((seed, step)).generate_state(1, np.uint64)[0])
+def seed_of(seed: int, step: int, *part: int) -> int:
+    """Where the random numbers of a step or its `part` start: a state needs none of its own."""
+    return int(np.random.SeedSequence((seed, step, *part)).generate_state(1, np.uint64)[0])

@@ -54,7 +54,10 @@ def replace_layers(
     float8, make = train.frozen_dtype == "float8", _maker(on_cpu, train, len(layers))
     for number, (layer, call) in enumerate(zip(layers, calls, strict=True)):
         made = make(layer, number)
+        if layer is layers[-1]:  # which may go on with what is read
+            packing.read_S = rows.index_S[::2]
         fault = made if isinstance(made, str) else _replace(layer, made, call, number, float8)
+        packing.read_S = None
         if fault:
             for done in layers[:number]:
                 del done.forward
@@ -66,9 +69,11 @@ def replace_layers(
 
 def _replace(layer: nn.Module, made: Made, call: Call, number: int, float8: bool) -> str | None:
     forward, frames = made
-    wanted = results(layer, call, number > 0)
+    asked = layer, call, number > 0, call.kwargs["packing"].read_S
+    wanted = results(*asked)
     layer.forward = forward
-    fault = difference(wanted, results(layer, call, number > 0), _tolerance(wanted, float8), number)
+    tolerance = _tolerance(wanted, float8)
+    fault = difference(wanted, results(*asked), tolerance, f"layer {number}")
     if fault and float8 and number > 0:
         raise ModelError(fault, 'set train.frozen_dtype = "auto"')
     if fault:

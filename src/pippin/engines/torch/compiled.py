@@ -107,7 +107,8 @@ def _differs(
     for number, (layer, call) in enumerate(zip(layers, calls, strict=True)):
         eager = results(layer, call, number > 0)
         layer.compile(dynamic=False)
-        fault = difference(eager, results(layer, call, number > 0), tolerance, number)
+        again = results(layer, call, number > 0)
+        fault = difference(eager, again, tolerance, f"layer {number}")
         if fault:
             return fault
     return None

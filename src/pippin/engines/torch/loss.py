@@ -22,12 +22,16 @@ MPS_INNER = 32768  # the longest inner length that every chip multiplies right (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Head:
-    """logits = softcap * tanh(scale * (h W^T + bias) / softcap); softcap None leaves it out."""
+    """logits = softcap * tanh(scale * (h W^T + bias) / softcap); softcap None leaves it out.
+
+    `plain` asks for PyTorch's operators where the loss has kernels of ours.
+    """
 
     weight_VD: Tensor
     bias_V: Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None
+    plain: bool = False
 
     def logits(self, hidden_CD: Tensor) -> Tensor:
         """(C, V), in float32 or better."""
@@ -119,16 +123,26 @@ class _Grads:
         return [None if g is None else g.mul_(factor.to(g.dtype)) for g in grads]
 
 
+def by_kernel(head: Head) -> bool:
+    """Whether its losses are made by a kernel of ours."""
+    return _in_place(head.weight_VD, head) or _on_cpu(head.weight_VD, head)
+
+
 def _chunk_rows(hidden_SD: Tensor, head: Head) -> int:
     """Positions at a time: more on CUDA, where only the products are kept."""
-    if not _in_place(hidden_SD):
+    if not _in_place(hidden_SD, head):
         return head.chunk
     row = hidden_SD.element_size() * head.weight_VD.shape[0]
     return min(max(128, KERNEL_BYTES // row // 64 * 64), MOST_ROWS)
 
 
-def _in_place(hidden_SD: Tensor) -> bool:
-    return hidden_SD.dtype != torch.float64 and prepare(hidden_SD.device)
+def _in_place(hidden_SD: Tensor, head: Head) -> bool:
+    return not head.plain and hidden_SD.dtype != torch.float64 and prepare(hidden_SD.device)
+
+
+def _on_cpu(products_CV: Tensor, head: Head) -> bool:
+    simple = head.softcap is None and not head.plain
+    return simple and products_CV.device.type == "cpu" and cpu_kernels.known(products_CV.dtype)
 
 
 def _chunk(hidden_CD: Tensor, targets_C: Tensor, head: Head, grads: _Grads) -> Tensor:
@@ -152,15 +166,11 @@ def _products(hidden_CD: Tensor, head: Head) -> Tensor:
 
 def _losses(products_CV: Tensor, targets_C: Tensor, head: Head, wanted: bool) -> Tensor:
     """(L,) that sum to theirs; where `wanted`, the products become that sum's gradient."""
-    if _in_place(products_CV):
+    if _in_place(products_CV, head):
         from pippin.engines.torch.triton_ops import row_losses
 
         return row_losses(products_CV, targets_C, head.scale, head.softcap, wanted=wanted)
-    if (
-        head.softcap is None
-        and products_CV.device.type == "cpu"
-        and cpu_kernels.known(products_CV.dtype)
-    ):
+    if _on_cpu(products_CV, head):
         return cpu_kernels.row_losses(products_CV, targets_C, head.scale, wanted=wanted)
     rows = max(1, BLOCK_BYTES // (4 * products_CV.shape[1]))
     losses = [

@@ -24,8 +24,10 @@ from pippin.engines.torch.compiled import compile_layers, wake_autograd
 from pippin.engines.torch.float8 import freeze_in_float8, refuse_old
 from pippin.engines.torch.fused import fuse
 from pippin.engines.torch.loss import head_loss, logits_loss
+from pippin.engines.torch.loss_trial import tried
 from pippin.engines.torch.optimizer import Optimizer
 from pippin.engines.torch.probe import find_ability
+from pippin.engines.torch.recomputed import checkpoint_activations
 from pippin.engines.torch.rows import Rows
 from pippin.engines.torch.trial import Difference, decoder_layers, outside
 from pippin.errors import ModelError
@@ -50,7 +52,8 @@ class TorchTrainer:
         self.head, self.ability = find_head(network), find_ability(network)
         self.notices = self._notices()
         self.steps = 0
-        self._ahead: list[tuple[Batch, Rows]] = []
+        self.goes_ahead = network.device.type == "cuda"
+        self._ahead: tuple[Batch, Tensor] | None = None
         if train.packing and not self.ability.packs:
             raise ModelError(
                 f"{type(network).__name__} cannot keep packed samples apart",
@@ -79,18 +82,26 @@ class TorchTrainer:
     ) -> StepResult:
         """One AdamW update over the micro-batches, each scored token weighing the same.
 
-        On CUDA the next update's batches are moved while the device works on this one.
+        On CUDA the device is at the next update's first micro-batch by the time this one's figures
+        are told: it never waits for the host.
         """
         tokens = scored_tokens(batches)
         if not self.network.training:
             self.network.train()
-        with _seeded(self.seed, self.steps, self.network.device):
-            losses = [self._backward(batch) for batch in batches]
-        self._ahead = []
+        losses = self._losses(batches)
         self.steps += 1
         found = torch.stack(losses).sum(), self.optimizer.grad_norm() / tokens
         loss_sum, norm = self._update(found, learning_rate, tokens, upcoming)
         return StepResult(loss_sum=loss_sum, tokens=tokens, grad_norm=norm)
+
+    def _losses(self, batches: Sequence[Batch]) -> list[Tensor]:
+        """Of every micro-batch, whose gradients are summed; the first may be there already."""
+        ahead, self._ahead = self._ahead, None
+        if ahead and ahead[0] is not batches[0]:
+            self.optimizer.drop_gradients()
+        done = [ahead[1]] if ahead and ahead[0] is batches[0] else []
+        rest = [self._backward(batches[i], i) for i in range(len(done), len(batches))]
+        return done + rest
 
     def _update(
         self,
@@ -101,18 +112,19 @@ class TorchTrainer:
     ) -> list[float]:
         """Summed loss and gradient norm; no update where one is not finite.
 
-        On CUDA the update is sent off before the host reads them: the device need not wait.
+        Where the host goes ahead the device decides by itself, and the host tells later.
         """
-        factor = self._clip(found[1]) / tokens
-        if self.network.device.type == "cuda":
+        factor, arrived = self._clip(found[1]) / tokens, _to_host(*found)
+        if self.goes_ahead:
             broken = (~torch.stack([x.isfinite() for x in found]).all()).float()
             self.optimizer.update(learning_rate, factor, broken)
-            self._ahead = [(batch, self._lay_out(batch)) for batch in upcoming()]
-            values = _to_host(*found)
+            first = next(iter(upcoming()), None)
+            self._ahead = (first, self._backward(first, 0)) if first else None
+            values = arrived()
             if not all(map(math.isfinite, values)):
                 self.optimizer.take_back()
             return values
-        values = _to_host(*found)
+        values = arrived()
         if all(map(math.isfinite, values)):
             self.optimizer.update(learning_rate, factor)
         else:
@@ -139,6 +151,8 @@ class TorchTrainer:
 
     def restore(self, state: Weights) -> None:
         """Take up a state that `state` returned."""
+        self._ahead = None
+        self.optimizer.drop_gradients()
         self.optimizer.restore(state)
         self.steps = int(state["steps"][0])
 
@@ -167,11 +181,12 @@ class TorchTrainer:
             self.notices += (f"layers are not compiled, which is slower: {fault}",)
         return fault is None
 
-    def _backward(self, batch: Batch) -> Tensor:
-        laid_out = [rows for held, rows in self._ahead if held is batch]
-        rows = laid_out[0] if laid_out else self._lay_out(batch)
+    def _backward(self, batch: Batch, number: int = 0) -> Tensor:
+        """The loss of the next step's micro-batch `number`, whose gradients are added."""
+        rows = self._lay_out(batch)
         plain = rows.tokens_BT.numel() != self.train.batch_rows * self.train.row_tokens
-        with _eager(self.compiled and plain):
+        seed = seed_of(self.seed, self.steps, number)
+        with _eager(self.compiled and plain), _seeded(seed, self.network.device):
             loss = self._loss(rows)
             loss.backward()
         return loss.detach()
@@ -214,36 +229,19 @@ class TorchTrainer:
             )
 
     def _notices(self) -> tuple[str, ...]:
+        """Of what was tried before the layers. Makes the head a plain one where that is right."""
         notices = [self.ability.notice] if self.ability.notice else []
         if self.head is None:
             name = type(self.network).__name__
             notices.append(f"the head of {name} is its own; its full logits are computed")
+        else:
+            self.head, fault = tried(self.head)
+            if fault:
+                notices.append(f"the loss is PyTorch's, which is slower: {fault}")
         on_cpu = self.network.device.type == "cpu"
         if on_cpu and (fault := cpu_products.fault(self.network.dtype)):
             notices.append(f"products are PyTorch's, which is slower: {fault}")
         return tuple(notices)
-
-
-def checkpoint_activations(network: PreTrainedModel, share: float = 1.0) -> None:
-    """Activations inside the first layers, a `share` of all, are recomputed in the backward.
-
-    Those of the last layers are kept: they are gone again when the first layers' are made. Raises
-    ModelError where a share is asked of a network whose layers are in no list.
-    """
-    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
-    enable = next(getattr(network, name) for name in names if hasattr(network, name))
-    enable({"use_reentrant": False})
-    layers = decoder_layers(network)
-    if share < 1 and not layers:
-        raise ModelError(
-            f"{type(network).__name__} has no list of decoder layers to take a share of",
-            "leave train.recomputed_layers out: all are recomputed",
-        )
-    kept = layers[math.ceil(share * len(layers)) :]
-    modules: list[Any] = [module for layer in kept for module in layer.modules()]
-    for module in modules:
-        if hasattr(module, "gradient_checkpointing"):
-            module.gradient_checkpointing = False
 
 
 def _filled(batch: Batch, train: Train) -> Batch:
@@ -261,19 +259,30 @@ def _eager(wanted: bool) -> contextlib.AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager") if wanted else contextlib.nullcontext()
 
 
-def _to_host(*scalars: Tensor) -> list[float]:
-    """One transfer: the only wait for the device in a step."""
-    return torch.stack([scalar.to(scalars[0].dtype) for scalar in scalars]).tolist()
+def _to_host(*scalars: Tensor) -> Callable[[], list[float]]:
+    """Sends them off in one transfer; what is returned waits for it, and for nothing behind it."""
+    sent = torch.stack([scalar.to(scalars[0].dtype) for scalar in scalars])
+    if sent.device.type != "cuda":
+        return sent.tolist
+    here = torch.empty_like(sent, device="cpu", pin_memory=True).copy_(sent, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+
+    def arrived() -> list[float]:
+        event.synchronize()
+        return here.tolist()
+
+    return arrived
 
 
 @contextlib.contextmanager
-def _seeded(seed: int, step: int, device: torch.device) -> Generator[None]:
-    """Random numbers inside are a function of seed and step; those outside are left as they were.
+def _seeded(seed: int, device: torch.device) -> Generator[None]:
+    """Random numbers inside are a function of `seed`; those outside are left as they were.
 
     Dropout masks thus need no state of their own, and checkpointed layers draw them again.
     """
     gpu = device.type != "cpu"
     kind = device.type if gpu else "cuda"
     with torch.random.fork_rng([device.index or 0] if gpu else [], device_type=kind):
-        torch.manual_seed(seed_of(seed, step))
+        torch.manual_seed(seed)
         yield

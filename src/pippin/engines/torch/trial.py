@@ -55,11 +55,18 @@ def layer_calls(network: PreTrainedModel, layers: list[nn.Module], rows: Rows) -
     return calls
 
 
-def results(layer: nn.Module, call: Call, inner: bool) -> dict[str, Tensor]:
-    """Output and gradients of a layer, by what they are; `inner` asks for its input's too."""
+def results(
+    layer: nn.Module, call: Call, inner: bool, read_S: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Output and gradients of a layer, by what they are; `inner` asks for its input's too.
+
+    `read_S` are the tokens that count, where not all do; the layer may leave the others out.
+    """
     hidden = call.args[0].detach().requires_grad_(inner)
     out = layer(hidden, *call.args[1:], **call.kwargs)
     out = out[0] if isinstance(out, tuple) else out
+    if read_S is not None and out.shape[1] != len(read_S):
+        out = out[:, read_S]
     generator = torch.Generator(out.device).manual_seed(0)
     upstream = torch.randn(out.shape, generator=generator, device=out.device).to(out.dtype)
     leaves = {f"the gradient of {n}": p for n, p in layer.named_parameters() if p.requires_grad}
@@ -78,14 +85,13 @@ class Difference(str):
 
 
 def difference(
-    wanted: dict[str, Tensor], got: dict[str, Tensor], tolerance: float, layer: int
+    wanted: dict[str, Tensor], got: dict[str, Tensor], tolerance: float, where: str
 ) -> Difference | None:
     """The first result that is off by more than rounding."""
     for name, one in wanted.items():
         far = _distance(got[name], one)
         if not far <= tolerance:
-            said = f"{name} of layer {layer} differs by {far:.2g} from the plain code's"
-            return Difference(said)
+            return Difference(f"{name} of {where} differs by {far:.2g} from the plain code's")
     return None
 
 

@@ -20,7 +20,8 @@ from pippin.engines.torch.generate import generate
 from pippin.engines.torch.names import lora_parameters
 from pippin.engines.torch.probes.attention import AROUND
 from pippin.engines.torch.probes.bench import Bench, gap
-from pippin.engines.torch.trainer import TorchTrainer, checkpoint_activations
+from pippin.engines.torch.recomputed import checkpoint_activations
+from pippin.engines.torch.trainer import TorchTrainer
 from pippin.recipe import Lora, Train
 
 VOCAB, TOKENS = 199, 48
