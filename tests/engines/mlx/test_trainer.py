@@ -53,6 +53,35 @@ def test_packed_rows_are_rows_of_their_own(start, samples, pack, kind, lora):
         np.testing.assert_allclose(one[name], grad, atol=3e-5 * scale, err_msg=name)
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "qwen3"])
+def test_a_beginning_that_samples_share_is_computed_once(start, reference, tiny, pack, kind):
+    """Losses and gradients are those of whole samples, past a window; PyTorch's losses too."""
+    rng = np.random.default_rng(4)
+    prompts = [rng.integers(3, 97, n).astype(np.int32) for n in (12, 20)]
+    rests = [rng.integers(3, 97, n).astype(np.int32) for n in (3, 6, 2, 4, 9)]
+    samples = [np.concatenate([prompts[i % 2], rest]) for i, rest in enumerate(rests)]
+    trainer = start(kind=kind, live=True)
+    together, alone = pack([samples[:3], samples[3:]], 12), [pack([[s]], 12) for s in samples]
+    parts = trainer._parts(together)
+    assert sum(len(part.real_N) for part in parts) == together.real_tokens - 11 * 2 - 11 - 5
+    assert any(root is not None for part in parts for root in part.packing.roots)
+    loss, grads = trainer.grad(trainer.optimizer.masters, parts[0])
+    wanted = gradients(trainer, alone)
+    for name, grad in grads.items():
+        scale = max(np.abs(wanted[name]).max(), 1e-3)
+        np.testing.assert_allclose(grad, wanted[name], atol=3e-5 * scale, err_msg=name)
+    other = reference.load(tiny(kind), "float32").trainer(Train(), LORA, trainer.weights(), 0)
+    theirs = sum(other.loss(batch)[0] for batch in alone)
+    assert [loss.item(), trainer.loss(together)[0]] == pytest.approx([theirs] * 2, rel=1e-5)
+
+
+def test_samples_that_drop_their_inputs_share_nothing(start, pack):
+    batch = pack([[np.arange(3, 30, dtype=np.int32)] * 3], 25)
+    drops = start(lora=Lora(rank=4, dropout=0.5))._parts(batch)
+    assert sum(len(part.real_N) for part in drops) == batch.real_tokens - 3
+    assert drops[0].packing.roots == (None,) * 3
+
+
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_slots_of_a_gpu_are_rows_of_their_own(start, pack, kind, monkeypatch):
     """Samples around the size of a tile, in few calls, against a call a sample."""

@@ -9,7 +9,7 @@ Shape letters: H heads, K kv heads, T tokens, L tokens of one sample, C head cha
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,14 +26,16 @@ ATTEND = "scaled_dot_product_attention"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packing:
-    """Stands where a layer expects its cache. `edges` are where samples begin, and the end.
+    """Stands where a layer expects its cache. `edges` are where segments begin, and the end.
 
-    `offset` are the positions of all tokens (T,), which restart with every sample. With `dense` the
-    mask is an array (T, T), for models that compute attention themselves. With `slots` samples of
-    like length are computed together.
+    `offset` are the positions of all tokens (T,), which restart with every sample. `roots` is for
+    every segment the number of the one that it goes on from, None where a sample begins. With
+    `dense` the mask is an array (T, T), for models that compute attention themselves. With `slots`
+    samples of like length are computed together. Both take whole samples alone.
     """
 
     edges: tuple[int, ...]
+    roots: tuple[int | None, ...]
     offset: mx.array
     dense: bool = False
     slots: Slots | None = None
@@ -42,7 +44,7 @@ class Packing:
         """What mlx-lm asks of a cache before it runs the layers."""
         if self.dense:
             return self._block_mask(window_size)
-        return Window(self.edges, window_size, self.slots)
+        return Window(self.edges, self.roots, window_size, self.slots)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Nothing is kept."""
@@ -58,6 +60,7 @@ class Window:
     """The mask of a packed row, in words. `size` limits how far back a token sees."""
 
     edges: tuple[int, ...]
+    roots: tuple[int | None, ...]
     size: int | None
     slots: Slots | None
 
@@ -106,23 +109,36 @@ def _attend(
     if mask.slots is not None:
         return in_slots.attend(query, key, value, mask.slots, call)
     inner = list(mask.edges[1:-1])
-    parts = [mx.split(x, inner, axis=2) if inner else [x] for x in (query, key, value)]
-    outs = [call(*qkv) for qkv in zip(*parts, strict=True)]
+    queries, *before = (
+        list(mx.split(x, inner, axis=2)) if inner else [x] for x in (query, key, value)
+    )
+    keys, values = (_whole(parts, mask.roots) for parts in before)
+    outs = [call(*qkv) for qkv in zip(queries, keys, values, strict=True)]
     return mx.concatenate(outs, axis=2) if len(outs) > 1 else outs[0]
+
+
+def _whole(parts: Sequence[mx.array], roots: Sequence[int | None]) -> list[mx.array]:
+    """Keys or values of every segment, those before it in its sample included."""
+    return [
+        own if root is None else mx.concatenate([parts[root], own], axis=2)
+        for own, root in zip(parts, roots, strict=True)
+    ]
 
 
 def _sample(
     query: mx.array, key: mx.array, value: mx.array, *, window: int | None, **rule: Any
 ) -> mx.array:
-    """Whole samples, each in a row of its own. `rule` are scale and sinks."""
+    """Samples, each in a row of its own; the queries are its last. `rule` are scale and sinks."""
     if elementwise.on_cpu(query) and rule["sinks"] is None:
         return elementwise.attend(query, key, value, rule["scale"], window)
-    mask = _mask(query.shape[2], window)
+    mask = _mask(query.shape[2], key.shape[2], window)
     return mx.fast.scaled_dot_product_attention(query, key, value, mask=mask, **rule)
 
 
-def _mask(length: int, window: int | None) -> Any:
-    return visible(length, window) if window is not None and length > window else "causal"
+def _mask(queries: int, length: int, window: int | None) -> Any:
+    if window is None or length <= window:
+        return "causal"
+    return visible(length, window)[length - queries :]
 
 
 def visible(length: int, window: int | None) -> mx.array:

@@ -1,6 +1,7 @@
 """Exponentials. On a CPU MLX computes them one number at a time; here float32 is several at once.
 
-Shape letters: B samples, L tokens of one, H heads, K kv heads, J heads a kv head, C channels.
+Shape letters: B samples, L tokens of one, Q its last ones, H heads, K kv heads, J heads a kv head,
+C channels.
 """
 
 import functools
@@ -45,12 +46,12 @@ def logsumexp(x: mx.array) -> mx.array:
 def attend(
     query: mx.array, key: mx.array, value: mx.array, scale: float, window: int | None
 ) -> mx.array:
-    """Causal attention of samples: (B, H, L, C), (B, K, L, C) -> (B, H, L, C)."""
-    rows, _, length, channels = query.shape
-    query_BKJLC = query.reshape(rows, key.shape[1], -1, length, channels) * scale
-    scores_BKJLL = query_BKJLC @ key[:, :, None].swapaxes(-1, -2) + _hidden(length, window)
-    chances_BKJLL: Any = _softmax(scores_BKJLL)
-    return (chances_BKJLL @ value[:, :, None]).reshape(query.shape)
+    """Causal attention of samples' last Q tokens: (B, H, Q, C), (B, K, L, C) -> (B, H, Q, C)."""
+    rows, _, queries, channels = query.shape
+    query_BKJQC = query.reshape(rows, key.shape[1], -1, queries, channels) * scale
+    scores_BKJQL = query_BKJQC @ key[:, :, None].swapaxes(-1, -2)
+    chances_BKJQL: Any = _softmax(scores_BKJQL + _hidden(queries, key.shape[2], window))
+    return (chances_BKJQL @ value[:, :, None]).reshape(query.shape)
 
 
 def on_cpu(x: mx.array) -> bool:
@@ -59,9 +60,9 @@ def on_cpu(x: mx.array) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def _hidden(length: int, window: int | None) -> mx.array:
-    """(L, L), to add: 0 where a query sees a key. `where` is slow on a CPU."""
-    distance = np.subtract.outer(np.arange(length), np.arange(length))
+def _hidden(queries: int, length: int, window: int | None) -> mx.array:
+    """(Q, L), to add: 0 where a query sees a key. `where` is slow on a CPU."""
+    distance = np.subtract.outer(np.arange(length - queries, length), np.arange(length))
     seen = (distance >= 0) & (distance < (window or length))
     return mx.array(np.where(seen, 0.0, HIDDEN).astype(np.float32))
 

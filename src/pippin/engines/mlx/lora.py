@@ -32,6 +32,11 @@ class LoraLinear(nn.Module):
         self._scale, self._dropout = scale, dropout
         self._key: mx.array | None = None
 
+    @property
+    def drops(self) -> bool:
+        """Whether some of the inputs are left out in training."""
+        return self._dropout > 0
+
     def draw_from(self, key: mx.array | None) -> None:
         """Where the next forward pass takes its dropout mask from."""
         self._key = key

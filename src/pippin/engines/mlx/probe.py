@@ -17,7 +17,7 @@ from pippin.engines.mlx.body import body, close, hidden_states, probe_tokens
 from pippin.engines.mlx.rows import Rows, masked_rows, packed_rows, padded_rows, slotted_rows
 
 Layout: TypeAlias = Callable[[Batch], Rows]
-FIRST, SECOND = 5, 7
+FIRST, SECOND, SHARED = 5, 7, 3
 FAULTS = (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 
 
@@ -25,18 +25,22 @@ FAULTS = (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, Ty
 class Ability:
     """How batches are laid out for this network; `packs` whether samples may share a row.
 
-    `notice` tells what was replaced.
+    `shares` whether they may share tokens as well; `notice` tells what was replaced.
     """
 
     layout: Layout
     packs: bool
+    shares: bool = False
     notice: str | None = None
 
 
 def find_ability(network: nn.Module) -> Ability:
     """The fastest layout that gives the network's own numbers and keeps samples apart."""
     wanted_TD = hidden_states(network, probe_tokens(network, SECOND, seed=1))[0]
-    layout = packed_rows if mx.default_device() == mx.cpu else slotted_rows
+    on_cpu = mx.default_device() == mx.cpu
+    if on_cpu and _exact(network, packed_rows, wanted_TD, shared=SHARED):
+        return Ability(layout=packed_rows, packs=True, shares=True)
+    layout = packed_rows if on_cpu else slotted_rows
     if _exact(network, layout, wanted_TD):
         return Ability(layout=layout, packs=True)
     name = f"mlx-lm's {type(network).__module__.rpartition('.')[2]}"
@@ -55,9 +59,11 @@ def run_rows(network: nn.Module, rows: Rows, *, whole: bool = False) -> mx.array
         return run(rows.tokens_BT, cache=rows.cache(network))
 
 
-def _exact(network: nn.Module, layout: Layout, wanted_TD: mx.array) -> bool:
+def _exact(network: nn.Module, layout: Layout, wanted_TD: mx.array, shared: int = 0) -> bool:
+    """Whether the second of two samples is computed alone, its first `shared` tokens apart."""
     try:
-        first, other = (_second_sample(network, layout, seed) for seed in (2, 3))
+        batches = [_two_samples(network, seed, shared) for seed in (2, 3)]
+        first, other = (_second_sample(network, layout(batch)) for batch in batches)
     except FAULTS:
         return False
     leak = mx.abs(first - other).max()
@@ -65,21 +71,20 @@ def _exact(network: nn.Module, layout: Layout, wanted_TD: mx.array) -> bool:
     return bool(leak <= limit) and close(first, wanted_TD)
 
 
-def _second_sample(network: nn.Module, layout: Layout, seed: int) -> mx.array:
-    """Hidden states of the second of two samples in a row; `seed` draws the first."""
-    hidden_TD: Any = run_rows(network, layout(_two_samples(network, seed)))[
-        0, FIRST : FIRST + SECOND
-    ]
+def _second_sample(network: nn.Module, rows: Rows) -> mx.array:
+    """Hidden states of the second of two samples in a row."""
+    hidden_TD: Any = run_rows(network, rows)[0, FIRST : FIRST + SECOND]
     mx.eval(hidden_TD)
     return hidden_TD
 
 
-def _two_samples(network: nn.Module, seed: int) -> Batch:
+def _two_samples(network: nn.Module, seed: int, shared: int) -> Batch:
+    """`seed` draws the first."""
     lengths = [FIRST, SECOND]
     samples = [probe_tokens(network, FIRST, seed), probe_tokens(network, SECOND, seed=1)]
     return Batch(
         tokens_BT=np.array(mx.concatenate(samples, 1)),
         positions_BT=np.concatenate([np.arange(n) for n in lengths])[None].astype(np.int32),
-        segments_BT=np.repeat([1, 2], lengths)[None].astype(np.int32),
+        segments_BT=np.repeat([1, 2, 3], [FIRST, shared, SECOND - shared])[None].astype(np.int32),
         scored_BT=np.zeros((1, sum(lengths)), bool),
     )

@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from mlx import nn
+from numpy.typing import NDArray
 
 from pippin.data.batches import Batch
 from pippin.engines.mlx import slots
@@ -37,22 +38,36 @@ class Rows:
 
 def packed_rows(batch: Batch, *, dense: bool = False) -> Rows:
     """All samples of the batch in one row (1, N), without padding."""
-    keep_BT = batch.segments_BT > 0
-    tokens_N, index_S = batch.tokens_BT[keep_BT], np.flatnonzero(batch.scored_BT[keep_BT])
-    positions_N = batch.positions_BT[keep_BT]
-    edges = (*np.flatnonzero(positions_N == 0).tolist(), len(tokens_N))
+    keep_BT, scored_S = batch.segments_BT > 0, np.flatnonzero(batch.scored_BT)
+    place_N, tokens_N = np.cumsum(keep_BT) - 1, batch.tokens_BT[keep_BT]
     return Rows(
         tokens_BT=mx.array(tokens_N[None]),
-        index_S=mx.array(index_S - 1),
-        targets_S=mx.array(tokens_N[index_S]),
+        index_S=mx.array(place_N[scored_S - 1]),
+        targets_S=mx.array(batch.tokens_BT.ravel()[scored_S]),
         real_N=mx.arange(len(tokens_N)),
-        packing=Packing(edges=edges, offset=mx.array(positions_N), dense=dense),
+        packing=_packing(batch.positions_BT[keep_BT], batch.segments_BT[keep_BT], dense),
     )
 
 
+def _packing(positions_N: NDArray[np.int32], segments_N: NDArray[np.int32], dense: bool) -> Packing:
+    """Where segments begin, and which of them go on from the last that began at position 0."""
+    begins_N = positions_N == 0
+    starts = np.flatnonzero(begins_N | (np.diff(segments_N, prepend=0) != 0))
+    roots: list[int | None] = []
+    root = 0
+    for number, begins in enumerate(begins_N[starts].tolist()):
+        root = number if begins else root
+        roots.append(None if begins else root)
+    edges = (*starts.tolist(), len(positions_N))
+    return Packing(edges=edges, roots=tuple(roots), offset=mx.array(positions_N), dense=dense)
+
+
 def cut(batch: Batch, tokens: int) -> list[Batch]:
-    """The batch's samples in parts of at least `tokens`, each part one row."""
-    keep_BT = batch.segments_BT > 0
+    """The batch's samples in parts of at least `tokens`, each part one row.
+
+    What goes on from a beginning stays with it.
+    """
+    keep_BT = (batch.segments_BT > 0) | batch.scored_BT
     names = ("tokens_BT", "positions_BT", "segments_BT", "scored_BT")
     flat = {name: getattr(batch, name)[keep_BT] for name in names}
     bounds = [0]
@@ -72,9 +87,9 @@ def slotted_rows(batch: Batch) -> Rows:
     assert rows.packing is not None
     count = len(rows.real_N)
     missing = slots.TILE - count % slots.TILE
-    edges = (*rows.packing.edges, count + missing)
+    edges, roots = (*rows.packing.edges, count + missing), (*rows.packing.roots, None)
     offset = mx.concatenate([rows.packing.offset, mx.arange(missing, dtype=mx.int32)])
-    packing = Packing(edges=edges, offset=offset, slots=slots.find_slots(edges))
+    packing = Packing(edges=edges, roots=roots, offset=offset, slots=slots.find_slots(edges))
     tokens_BT = mx.pad(rows.tokens_BT, [(0, 0), (0, missing)])
     return replace(rows, tokens_BT=tokens_BT, packing=packing)
 

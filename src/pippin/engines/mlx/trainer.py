@@ -11,7 +11,8 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_map
 
-from pippin.data.batches import Batch
+from pippin.data.batches import Batch, without_unread
+from pippin.data.beginnings import share_beginnings
 from pippin.engines import StepResult, Weights
 from pippin.engines.books import Books, scored_tokens, seed_of
 from pippin.engines.mlx.attention import packed_attention
@@ -47,12 +48,12 @@ class MlxTrainer:
         plain = not self.head_trained or (loaded.head and loaded.head.weight is not None)
         self.head = loaded.head if plain and not _adapted(loaded.head, places.values()) else None
         self.ring = find_ring()
-        self._ahead: list[tuple[Batch, Rows]] = []
+        self._ahead: list[tuple[Batch, list[Rows]]] = []
         self.notices = self._notices()
         self._refuse()
         if train.gradient_checkpointing:
             recompute_layers(self.network)
-        self.drops = [m for m in self.network.modules() if isinstance(m, LoraLinear)]
+        self.drops = [m for m in self.network.modules() if isinstance(m, LoraLinear) and m.drops]
         self.dtypes = {name: place.get().dtype for name, place in places.items()}
         first = {name: place.get().astype(mx.float32) for name, place in places.items()}
         self.optimizer = Optimizer(first, train)
@@ -84,7 +85,7 @@ class MlxTrainer:
         sums = self._sums(batches)
         loss, norm = self.optimizer.update(sums, learning_rate, self.books.updates + 1)
         if mx.default_device() != mx.cpu:
-            self._ahead = [(batch, self._rows(batch)) for batch in upcoming()]
+            self._ahead = [(batch, self._parts(batch)) for batch in upcoming()]
         result = StepResult(loss_sum=scalar(loss), tokens=sums.tokens, grad_norm=scalar(norm))
         if self.books.enter(result):
             self.books.watch(learning_rate, partial(_moved, before, self.optimizer.masters))
@@ -92,17 +93,16 @@ class MlxTrainer:
 
     def _sums(self, batches: Sequence[Batch]) -> Sums:
         """One part after the other is computed; the last is left to the update."""
-        parts = [part for batch in batches for part in self._parts(batch)]
+        parts = [part for batch in batches for part in self._laid_out(batch)]
         zeros = mx.array(0.0), {n: mx.zeros_like(a) for n, a in self.optimizer.masters.items()}
         sums: Any = zeros
         work = list(zip(self._keys(len(parts)), parts, strict=True))
-        for key, part in self.ring.share(work) if self.ring else work:
+        for key, rows in self.ring.share(work) if self.ring else work:
             if sums is not zeros:
                 mx.eval(sums)
             self._draw_from(key)
-            rows = next((laid for held, laid in self._ahead if held is part), None)
             with self._recomputing():
-                found = self.grad(self.optimizer.masters, rows or self._rows(part))
+                found = self.grad(self.optimizer.masters, rows)
             sums = found if sums is zeros else tree_map(mx.add, sums, found)
         if self.ring:
             loss, *grads = self.ring.added_up([sums[0], *sums[1].values()])
@@ -114,19 +114,35 @@ class MlxTrainer:
         checkpoints = self.train.gradient_checkpointing
         return packed_attention(self.network) if checkpoints else contextlib.nullcontext()
 
-    def _parts(self, batch: Batch) -> list[Batch]:
+    def _laid_out(self, batch: Batch) -> list[Rows]:
+        held = (parts for ahead, parts in self._ahead if ahead is batch)
+        return next(held, None) or self._parts(batch)
+
+    def _parts(self, batch: Batch) -> list[Rows]:
         """On a CPU, where more tokens at a time are no faster, as few as keep it busy."""
+        batch = self._spared(batch, drops=bool(self.drops))
+        parts = [batch]
         if self.ability.packs and mx.default_device() == mx.cpu:
-            return cut(batch, BUSY)
-        if self.ability.packs and self.ring:
-            return cut(batch, -(-batch.real_tokens // self.ring.size))
-        return [batch]
+            parts = cut(batch, BUSY)
+        elif self.ability.packs and self.ring:
+            parts = cut(batch, -(-batch.real_tokens // self.ring.size))
+        return [self._rows(part) for part in parts]
+
+    def _spared(self, batch: Batch, *, drops: bool) -> Batch:
+        """Without tokens that no loss reads; a beginning that samples share stands once.
+
+        With `drops` it does not: every sample drops its own.
+        """
+        if not self.ability.packs:
+            return batch
+        batch = without_unread(batch)
+        return share_beginnings(batch) if self.ability.shares and not drops else batch
 
     def loss(self, batch: Batch) -> tuple[float, int]:
         """Summed loss in nats and count of scored tokens; no gradient, dropout off."""
         self._draw_from(None)
         self._put(self.optimizer.masters)
-        rows = self._rows(batch)
+        rows = self._rows(self._spared(batch, drops=False))
         if self.head is None:
             return scalar(self._loss_of_forward(rows)), batch.scored_tokens
         hidden_SD = self._hidden(rows)
