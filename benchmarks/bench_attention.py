@@ -39,10 +39,11 @@ def milliseconds(length: int, below: int) -> float:
     shapes = [(1, length, heads, CHANNELS) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     inputs = [torch.randn(shape).bfloat16().transpose(1, 2).requires_grad_() for shape in shapes]
     grad, times = torch.randn(shapes[0]).bfloat16(), []
+    spans = (cpu_attention.Span(0, length),)
     with mock.patch.object(cpu_attention, "FLOAT32_BELOW", below):
         for _ in range(REPEATS):
             start = time.process_time()
-            out = cpu_attention.attend_samples(*inputs, ((0, length),), CHANNELS**-0.5)
+            out = cpu_attention.attend_samples(*inputs, spans, CHANNELS**-0.5)
             out.backward(grad)
             times.append(time.process_time() - start)
     return min(times) * 1e3

@@ -123,13 +123,13 @@ def test_short_bfloat16_samples_are_attended_in_float32():
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, 4, 12, 8), (1, 2, 12, 8), (1, 2, 12, 8)]
     q, k, v = (torch.randn(s, generator=generator).bfloat16() for s in shapes)
-    packing = attention.Packing(bounds=((0, 5), (5, 12)))
+    packing = attention.Packing(bounds=(attention.Span(0, 5), attention.Span(5, 12)))
     out, _ = attention.packed_attention(torch.nn.Module(), q, k, v, None, packing=packing)
     exact = [
         torch.nn.functional.scaled_dot_product_attention(
-            *(x[:, :, a:b].double() for x in (q, k, v)), is_causal=True, enable_gqa=True
+            *(span.own(x).double() for x in (q, k, v)), is_causal=True, enable_gqa=True
         )
-        for a, b in packing.bounds
+        for span in packing.bounds
     ]
     wanted = torch.cat(exact, 2).transpose(1, 2)
     assert (out.double() - wanted).abs().max() <= 2**-8 * wanted.abs().max()

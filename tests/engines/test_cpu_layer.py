@@ -28,31 +28,35 @@ def near(ours, wanted, tolerance):
     assert (ours.double() - wanted).norm() <= tolerance * wanted.norm()
 
 
-def attention(q, k, v, edges, window, scale):
-    """In float64, sample by sample, from (T, heads, C)."""
+def attention(q, k, v, edges, firsts, window, scale):
+    """In float64, every query by itself, from (T, heads, C)."""
     outs = []
-    for start, stop in itertools.pairwise(edges):
-        part = [x[start:stop].transpose(0, 1) for x in (q, k, v)]
-        part[1:] = [x.repeat_interleave(len(part[0]) // len(x), 0) for x in part[1:]]
-        away = torch.arange(stop - start)[:, None] - torch.arange(stop - start)
-        scores = part[0] @ part[1].transpose(1, 2) * scale
-        seen = (away >= 0) & (away < window)
-        outs.append((scores.masked_fill(~seen, -torch.inf).softmax(-1) @ part[2]).transpose(0, 1))
-    return torch.cat(outs)
+    for number, (start, stop) in enumerate(itertools.pairwise(edges)):
+        first = max(f for f in firsts if f <= number)
+        for query in range(start, stop):
+            seen = [*range(edges[first], edges[first + 1])] * (first < number)
+            seen = [*seen, *range(start, query + 1)][-window:]
+            keys, values = (x[seen].repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+            weights = (torch.einsum("hc,lhc->hl", q[query], keys) * scale).softmax(-1)
+            outs.append(torch.einsum("hl,lhc->hc", weights, values))
+    return torch.stack(outs)
 
 
 @needs_compiler
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("channels", "window"), [(16, 1000), (20, 1000), (16, 30)])
-def test_attention_and_its_gradients_are_float64s(kind, channels, window):
+@pytest.mark.parametrize("firsts", [[0, 1, 2, 3, 4, 5], [0, 2, 5], [0, 5]])
+def test_attention_and_its_gradients_are_float64s(kind, channels, window, firsts):
+    """Also of rests that go on from a beginning, the first sample of their family."""
     dtype, tolerance = KINDS[kind]
-    edges, heads, kv = [0, 1, 18, 148], 6, 2
+    edges, heads, kv = [0, 1, 18, 55, 57, 148], 6, 2
     shapes = (heads, kv, kv, heads)
     q, k, v, up = (drawn(148, h, channels, seed=s).to(dtype) for s, h in enumerate(shapes))
     exact = [x.double().requires_grad_() for x in (q, k, v)]
-    wanted = attention(*exact, edges, window, 0.3)
+    wanted = attention(*exact, edges, firsts, window, 0.3)
     call = kernels.Attention(
         edges=torch.tensor(edges),
+        firsts=torch.tensor(firsts),
         heads=heads,
         kv_heads=kv,
         channels=channels,

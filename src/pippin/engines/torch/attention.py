@@ -1,11 +1,13 @@
 """Exact attention over samples packed into one row: every sample attends to itself alone.
 
-Shape letters: B 1, H heads, K kv heads, T tokens, L tokens of one sample, C head channels.
+Shape letters: B 1, H heads, K kv heads, T tokens, L tokens of one sample, P keys that they see,
+C head channels.
 """
 
 import functools
 import importlib.util
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AttentionInterface
 
-from pippin.engines.torch.cpu_attention import attend_samples
+from pippin.engines.torch.cpu_attention import Span, attend_samples
 
 NAME = "pippin_packed"
 WIDEST = 256  # head channels our kernels take
@@ -28,9 +30,10 @@ class Packing:
     `math` asks for plain products. On a CUDA device either `first_T` and `last_T` int32, the begin
     and the end of every token's sample, or `offsets` int32, the bounds. `seen` collects what the
     layers asked for. Where `read_S` is there, a last layer of our own returns those tokens alone.
+    Samples go on from beginnings on a CPU alone.
     """
 
-    bounds: tuple[tuple[int, int], ...]
+    bounds: tuple[Span, ...]
     math: bool = False
     offsets: Tensor | None = None
     first_T: Tensor | None = None
@@ -41,7 +44,7 @@ class Packing:
     @property
     def longest(self) -> int:
         """Tokens of the longest sample."""
-        return max(stop - start for start, stop in self.bounds)
+        return max(span.shared + span.stop - span.start for span in self.bounds)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,13 +133,20 @@ def _by_sample(query: Tensor, key: Tensor, value: Tensor, packing: Packing, rule
     if query.device.type == "cpu" and rule.simple(packing.longest) and not packing.math:
         return attend_samples(query, key, value, packing.bounds, rule.scale)
     attend = _fused if rule.plain and not packing.math else spelled_out
-    bucket = BUCKET if query.device.type == "mps" else 1
     outs = [
-        attend(*(_part(x, a, b, bucket) for x in (query, key, value)), rule)[:, :, : b - a]
-        for a, b in packing.bounds
+        attend(*_parts(span, (query, key, value)), rule)[:, :, : span.stop - span.start]
+        for span in packing.bounds
     ]
     outs = [out.transpose(1, 2) for out in outs]
     return torch.cat(outs, 1) if len(outs) > 1 else outs[0].contiguous()
+
+
+def _parts(span: Span, qkv: Sequence[Tensor]) -> list[Tensor]:
+    """A sample's queries, and the keys and values that they may see."""
+    query, key, value = qkv
+    if query.device.type == "mps":
+        return [_part(x, span.start, span.stop, BUCKET) for x in qkv]
+    return [span.own(query), span.seen(key), span.seen(value)]
 
 
 def _part(x: Tensor, start: int, stop: int, bucket: int) -> Tensor:
@@ -152,47 +162,50 @@ def _part(x: Tensor, start: int, stop: int, bucket: int) -> Tensor:
 
 
 def _fused(query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-    length = query.shape[2]
-    mask_LL = None
-    if rule.window is not None and length > rule.window:
-        mask_LL = _visible(length, rule.window, query.device)
+    queries, keys = query.shape[2], key.shape[2]
+    mask_LP, window = None, rule.window or keys
+    if window < keys or queries < keys:
+        mask_LP = _visible(queries, keys, window, query.device)
     return functional.scaled_dot_product_attention(
         query,
         key,
         value,
-        attn_mask=mask_LL,
+        attn_mask=mask_LP,
         dropout_p=rule.dropout,
-        is_causal=mask_LL is None,
+        is_causal=mask_LP is None,
         scale=rule.scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )
 
 
 def spelled_out(query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-    """Attention in plain products: (1, H, L, C) and (1, K, L, C) -> (1, H, L, C).
+    """Attention in plain products: (1, H, L, C) and (1, K, P, C) -> (1, H, L, C).
 
     For a soft cap on scores (Gemma 2), a sink a head (gpt-oss), or a device whose fused kernels are
     wrong.
     """
-    groups, length = query.shape[1] // key.shape[1], query.shape[2]
+    groups, (length, keys) = query.shape[1] // key.shape[1], (query.shape[2], key.shape[2])
     key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
     scores = (query @ key.transpose(2, 3)) * rule.scale
     if rule.softcap is not None:
         scores = rule.softcap * torch.tanh(scores / rule.softcap)
-    hidden_LL = ~_visible(length, rule.window or length, query.device)
-    scores = scores.masked_fill(hidden_LL, torch.finfo(scores.dtype).min)
+    hidden_LP = ~_visible(length, keys, rule.window or keys, query.device)
+    scores = scores.masked_fill(hidden_LP, torch.finfo(scores.dtype).min)
     if rule.sinks_H is not None:
         sinks = rule.sinks_H.to(scores.dtype).view(1, -1, 1, 1).expand(-1, -1, length, 1)
         scores = torch.cat([scores, sinks], -1)
     exact = torch.promote_types(scores.dtype, torch.float32)
-    weights = torch.softmax(scores, -1, dtype=exact)[..., :length].to(query.dtype)
+    weights = torch.softmax(scores, -1, dtype=exact)[..., :keys].to(query.dtype)
     return functional.dropout(weights, rule.dropout) @ value
 
 
-def _visible(length: int, window: int, device: torch.device) -> Tensor:
-    """(L, L): true where a query sees a key, itself and the `window - 1` tokens before it."""
-    index = torch.arange(length, device=device)
-    distance = index[:, None] - index[None, :]
+def _visible(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
+    """(L, P): true where a query sees a key, itself and the `window - 1` tokens before it.
+
+    The queries are those of the last keys.
+    """
+    index = torch.arange(keys, device=device)
+    distance = index[keys - queries :, None] - index
     return (distance >= 0) & (distance < window)
 
 

@@ -9,16 +9,16 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from pippin.data.batches import Batch
 from pippin.engines.torch.attention import WIDEST
 from pippin.engines.torch.frames import Frame
 from pippin.engines.torch.parts import take_apart
-from pippin.engines.torch.rows import Rows
+from pippin.engines.torch.probe import Ability
 from pippin.engines.torch.trial import (
     Call,
     decoder_layers,
     difference,
     drawn_batch,
+    going_on,
     layer_calls,
     results,
 )
@@ -29,9 +29,7 @@ TRIED = 96  # tokens, on a CPU
 Made: TypeAlias = tuple[Callable[..., Any], Sequence[Frame]]
 
 
-def replace_layers(
-    network: PreTrainedModel, layout: Callable[[Batch, torch.device], Rows], train: Train
-) -> str | None:
+def replace_layers(network: PreTrainedModel, ability: Ability, train: Train) -> str | None:
     """Replace every layer's forward, its linears' products in FP8 where the recipe says so.
 
     Output and gradients are compared with the plain layer's on the same inputs. Where one differs,
@@ -44,7 +42,9 @@ def replace_layers(
         return others[0]
     if on_cpu:  # which takes micro-batches of any shape
         train = replace(train, batch_rows=1, row_tokens=TRIED)
-    rows = layout(drawn_batch(network, train, 1), network.device)
+    batch = drawn_batch(network, train, 1)
+    batch = going_on(batch) if ability.shares else batch
+    rows = ability.layout(batch, network.device)
     packing = rows.extra.get("packing")
     if not layers or packing is None or packing.math:
         return "its attention is not ours"

@@ -83,9 +83,14 @@ def rotate(x_TO: Tensor, angles: tuple[Tensor, Tensor], channels: int, sign: flo
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attention:
-    """Causal attention inside samples: `edges` are where they begin, and the end, int64."""
+    """Causal attention inside samples: `edges` are where they begin, and the end, int64.
+
+    `firsts` are the numbers of the samples that the others, behind them, go on from, and how many
+    samples there are in all, int64.
+    """
 
     edges: Tensor
+    firsts: Tensor
     heads: int
     kv_heads: int
     channels: int
@@ -103,15 +108,16 @@ class Attention:
         return grads
 
     def _call(self) -> Any:
-        sizes = (len(self.edges) - 1, self.heads, self.kv_heads, self.channels, self.window)
-        call = _Call(self.edges.data_ptr(), *sizes, self.scale)
+        sizes = (len(self.firsts) - 1, self.heads, self.kv_heads, self.channels, self.window)
+        call = _Call(self.edges.data_ptr(), self.firsts.data_ptr(), *sizes, self.scale)
         return ctypes.pointer(call)
 
 
 class _Call(ctypes.Structure):
     _fields_ = (
         ("edges", ctypes.c_void_p),
-        *((name, ctypes.c_int) for name in ("samples", "heads", "kv", "channels", "window")),
+        ("firsts", ctypes.c_void_p),
+        *((name, ctypes.c_int) for name in ("families", "heads", "kv", "channels", "window")),
         ("scale", ctypes.c_float),
     )
 

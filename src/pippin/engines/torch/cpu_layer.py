@@ -229,10 +229,14 @@ def _filled(x: Tensor, rows: int) -> Tensor:
 
 
 def _attention(parts: Parts, packing: Packing, rows: int) -> kernels.Attention:
-    ends = [stop for _, stop in packing.bounds]
-    more = [rows] if rows > ends[-1] else []
+    starts, end = [span.start for span in packing.bounds], packing.bounds[-1].stop
+    if rows > end:
+        starts.append(end)
+    rests = {number for number, span in enumerate(packing.bounds) if span.shared}
+    firsts = [number for number in range(len(starts)) if number not in rests]
     return kernels.Attention(
-        edges=torch.tensor([0, *ends, *more]),
+        edges=torch.tensor([*starts, rows]),
+        firsts=torch.tensor([*firsts, len(starts)]),
         heads=parts.heads[0],
         kv_heads=parts.heads[1],
         channels=parts.channels,

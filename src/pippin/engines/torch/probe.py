@@ -16,19 +16,20 @@ from pippin.engines.torch.rows import Rows, masked_rows, math_rows, packed_rows,
 
 Layout: TypeAlias = Callable[[Batch, torch.device], Rows]
 WINDOWS = ("sliding_window", "attention_chunk_size", "attention_window_size", "local_attention")
-FIRST, SECOND = 5, 7
+FIRST, SECOND, PARTED = 5, 7, 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ability:
     """How batches are laid out for this network; `packs` whether samples may share a row.
 
-    `longest` is the longest sample that is computed exactly, None for any. `notice` tells what was
-    replaced.
+    `shares` is whether they may go on from one beginning. `longest` is the longest sample that is
+    computed exactly, None for any. `notice` tells what was replaced.
     """
 
     layout: Layout
     packs: bool
+    shares: bool = False
     longest: int | None = None
     notice: str | None = None
 
@@ -42,9 +43,18 @@ def find_ability(network: PreTrainedModel) -> Ability:
     wanted = _alone(network)
     attention.register()
     packed = math_rows if own == "eager" and _was_asked(network) else packed_rows
-    if _supports(network) and _exact(network, attention.NAME, packed, wanted):
-        return Ability(layout=packed, packs=True, longest=_blind_window(network))
     name = type(network).__name__
+    if _supports(network) and _exact(network, attention.NAME, packed, wanted):
+        on_cpu = network.device.type == "cpu"  # elsewhere shapes are constant
+        parts = on_cpu and _exact(network, attention.NAME, packed, wanted, PARTED)
+        text = f"{name} computes a beginning anew for every sample that shares it, which is slower"
+        return Ability(
+            layout=packed,
+            packs=True,
+            shares=parts and not _draws(network),
+            longest=_blind_window(network),
+            notice=text if on_cpu and not parts else None,
+        )
     if _exact(network, own, masked_rows, wanted):
         text = f"{name} does not run on packed attention; a block mask is used, which is slower"
         return Ability(layout=masked_rows, packs=True, notice=text)
@@ -68,33 +78,56 @@ def _alone(network: PreTrainedModel) -> Tensor:
     return hidden_states(network, probe_tokens(network, SECOND, seed=1))[0]
 
 
-def _exact(network: PreTrainedModel, name: str, layout: Layout, wanted: Tensor) -> bool:
+def _exact(
+    network: PreTrainedModel, name: str, layout: Layout, wanted: Tensor, parted: int = 0
+) -> bool:
+    """Whether the second sample is what it is alone, from its token `parted` on."""
     network.set_attn_implementation(name)
     try:
-        first, other = (_second_sample(network, layout, seed) for seed in (2, 3))
+        first, other = (_second_sample(network, layout, seed, parted) for seed in (2, 3))
     except (AssertionError, RuntimeError, TypeError, ValueError, AttributeError):
         return False
     leak = (first - other).abs().max()
     quiet = leak <= (1e-6 if first.dtype == torch.float32 else 1e-2) * first.abs().max()
-    return bool(quiet) and close(first, wanted, network.dtype)
+    return bool(quiet) and close(first, wanted[parted:], network.dtype)
 
 
 @torch.no_grad()
-def _second_sample(network: PreTrainedModel, layout: Layout, seed: int) -> Tensor:
-    """Hidden states of the second of two samples in a row; `seed` draws the first."""
-    rows = layout(_two_samples(network, seed), network.device)
-    return hidden_states(network, rows.tokens_BT, **rows.extra)[0, FIRST:]
+def _second_sample(network: PreTrainedModel, layout: Layout, seed: int, parted: int) -> Tensor:
+    """Hidden states of the second of two samples in a row; `seed` draws the first.
+
+    Where it is `parted`, both go on from its first tokens, and what follows them is returned.
+    """
+    rows = layout(_two_samples(network, seed, parted), network.device)
+    return hidden_states(network, rows.tokens_BT, **rows.extra)[0, FIRST + parted :]
 
 
-def _two_samples(network: PreTrainedModel, seed: int) -> Batch:
-    lengths = [FIRST, SECOND]
-    samples = [probe_tokens(network, FIRST, seed), probe_tokens(network, SECOND, seed=1)]
+def _two_samples(network: PreTrainedModel, seed: int, parted: int = 0) -> Batch:
+    first, second = probe_tokens(network, FIRST, seed), probe_tokens(network, SECOND, seed=1)
+    lengths = [parted, FIRST, SECOND - parted]
+    positions = [
+        np.arange(start, start + n) for start, n in zip((0, parted, parted), lengths, strict=True)
+    ]
+    tokens = torch.cat([second[:, :parted], first, second[:, parted:]], 1)
     return Batch(
-        tokens_BT=torch.cat(samples, 1).cpu().numpy().astype(np.int32),
-        positions_BT=np.concatenate([np.arange(n) for n in lengths])[None].astype(np.int32),
-        segments_BT=np.repeat([1, 2], lengths)[None].astype(np.int32),
+        tokens_BT=tokens.cpu().numpy().astype(np.int32),
+        positions_BT=np.concatenate(positions)[None].astype(np.int32),
+        segments_BT=np.repeat([1, 2, 3], lengths)[None].astype(np.int32),
         scored_BT=np.zeros((1, sum(lengths)), bool),
     )
+
+
+@torch.no_grad()
+def _draws(network: PreTrainedModel) -> bool:
+    """Whether training draws random numbers for its tokens, as dropout does, on a CPU."""
+    was, state = network.training, torch.get_rng_state()
+    network.train()
+    rows = packed_rows(_two_samples(network, seed=2), network.device)
+    hidden_states(network, rows.tokens_BT, **rows.extra)
+    network.train(was)
+    drew = not torch.equal(torch.get_rng_state(), state)
+    torch.set_rng_state(state)
+    return drew
 
 
 @torch.no_grad()

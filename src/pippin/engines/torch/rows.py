@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pippin.data.batches import Batch
 from pippin.engines.torch.attention import Packing, prepare
+from pippin.engines.torch.cpu_attention import Span
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,13 +72,13 @@ def _rows(batch: Batch, device: torch.device, keep_BT: Any, *, packing: bool) ->
     real_N = batch.segments_BT[keep_BT] > 0
     arrays = [batch.tokens_BT[keep_BT], place_N[scored_S - 1], targets_S, real_N]
     if packing:
-        edges = _edges(batch, keep_BT)
-        arrays += [batch.positions_BT[keep_BT], *_limits(edges)]
+        edges, positions_N = _edges(batch, keep_BT), batch.positions_BT[keep_BT]
+        arrays += [positions_N, *_limits(edges)]
     moved = _move(arrays, device)
     extra: dict[str, Any] = {}
     if packing:
         extra["position_ids"] = moved[4][None]
-        extra["packing"] = _packing(edges, moved[5:], device)
+        extra["packing"] = _packing(_spans(edges, positions_N), moved[5:], device)
     return Rows(
         tokens_BT=moved[0].view((1, -1) if packing else batch.tokens_BT.shape),
         index_S=moved[1],
@@ -111,10 +112,20 @@ def _limits(edges: list[int]) -> list[Any]:
     return [np.repeat(edges[:-1], lengths), np.repeat(edges[1:], lengths), edges]
 
 
-def _packing(edges: list[int], limits: list[Tensor], device: torch.device) -> Packing:
-    bounds = tuple(itertools.pairwise(edges))
+def _packing(spans: tuple[Span, ...], limits: list[Tensor], device: torch.device) -> Packing:
     if prepare(device):
         first_T, last_T = (limit.to(torch.int32) for limit in limits[:2])
-        return Packing(bounds=bounds, first_T=first_T, last_T=last_T)
+        return Packing(bounds=spans, first_T=first_T, last_T=last_T)
     offsets = limits[2].to(torch.int32) if device.type == "cuda" else None
-    return Packing(bounds=bounds, offsets=offsets)
+    return Packing(bounds=spans, offsets=offsets)
+
+
+def _spans(edges: list[int], positions_N: Any) -> tuple[Span, ...]:
+    """One whose positions begin at p > 0 goes on from the last that began at 0, of p tokens."""
+    spans = list[Span]()
+    for start, stop in itertools.pairwise(edges):
+        shared = int(positions_N[start])
+        whole = next(s for s in reversed(spans) if not s.shared) if shared else Span(0, 0)
+        assert whole.stop - whole.start == shared
+        spans.append(Span(start, stop, whole.start, whole.stop))
+    return tuple(spans)

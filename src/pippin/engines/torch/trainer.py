@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pippin.data.batches import Batch, without_unread
+from pippin.data.beginnings import share_beginnings
 from pippin.engines import StepResult, Weights
 from pippin.engines.books import scored_tokens, seed_of
 from pippin.engines.torch import cpu_kernels, cpu_products
@@ -163,7 +164,7 @@ class TorchTrainer:
         on_cpu, float8 = self.network.device.type == "cpu", self.train.frozen_dtype == "float8"
         if not on_cpu:
             wake_autograd(self.network.device)
-        fault = replace_layers(self.network, self.ability.layout, self.train)
+        fault = replace_layers(self.network, self.ability, self.train)
         if isinstance(fault, Difference) or (on_cpu and fault and fault == cpu_kernels.missing()):
             self.notices += (f"layers have no kernels of ours, which is slower: {fault}",)
         if float8 and fault:
@@ -197,6 +198,8 @@ class TorchTrainer:
             batch = _filled(batch, self.train)
         if self.network.device.type == "cpu":
             batch = without_unread(batch)
+        if self.ability.shares:
+            batch = share_beginnings(batch)
         return self.ability.layout(batch, self.network.device)
 
     def _loss(self, rows: Rows) -> Tensor:

@@ -3,7 +3,7 @@
 Shape letters: B rows, T tokens, D hidden.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -112,6 +112,13 @@ def drawn_batch(network: PreTrainedModel, train: Train, seed: int) -> Batch:
         lengths = np.diff(edges, prepend=0)
         rows.append([_sample(rng.integers(0, vocab, n).astype(np.int32)) for n in lengths])
     return lay_out(rows, width)
+
+
+def going_on(batch: Batch) -> Batch:
+    """The same, where a row's second and third sample go on from its first."""
+    first_B1 = (batch.segments_BT == 1).sum(1, keepdims=True)
+    before_BT = np.where(np.isin(batch.segments_BT, (2, 3)), first_B1, 0).astype(np.int32)
+    return replace(batch, positions_BT=batch.positions_BT + before_BT)
 
 
 def _sample(tokens: Any) -> Sample:
