@@ -76,7 +76,7 @@ def make_models(folder: Path) -> None:
         model=model,
         data=recipe.Data(source=""),
         quantize=recipe.Quantize(
-            method="rtn", bits=4, group_size=32, scheme="symmetric", embed_scheme="symmetric"
+            method="rtn", bits=4, group_size=32, scheme="symmetric", embed_group_size=64
         ),
     )
     origin = Origin(stage="quantize", inputs={}, settings={}, versions={})

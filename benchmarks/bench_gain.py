@@ -43,7 +43,15 @@ from quant_ruler import dither
 from stage_runs import run_stage
 
 DATA = common.ROOT / "recipes" / "data" / "sql"
-NEAREST = recipe.Quantize(method="rtn", bits=4, group_size=64, scheme="affine", embed_bits=8)
+NEAREST = recipe.Quantize(
+    method="rtn",
+    bits=4,
+    group_size=64,
+    scheme="affine",
+    embed_bits=8,
+    embed_group_size=64,
+    embed_scheme="affine",
+)
 BEST = replace(NEAREST, method="best", importance="inputs", calibration_tokens=4096)
 # Where the merged weights come from, by figure.
 FIGURES = {"gain-kept-original": "original", "gain-kept-4bit-base": "base"}

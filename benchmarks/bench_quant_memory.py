@@ -125,7 +125,9 @@ def quantize_once(source: Path, target: Path) -> dict[str, float]:
     from pippin.stages.quantize import quantize
 
     load_quantizer("rtn")
-    settings = recipe.Quantize(method="rtn", bits=4, group_size=64)
+    settings = recipe.Quantize(
+        method="rtn", bits=4, scheme="affine", embed_scheme="affine", embed_group_size=64
+    )
     data, model = recipe.Data(source="none"), recipe.Model(source="none")
     made = recipe.Recipe(model=model, data=data, quantize=settings)
     origin = Origin(stage="quantize", inputs={}, settings={}, versions={})

@@ -40,7 +40,14 @@ from stage_runs import run_stage
 
 DATA = common.ROOT / "recipes" / "data" / "sql"
 BEST = recipe.Quantize(
-    method="best", importance="inputs", bits=4, group_size=64, scheme="affine", embed_bits=8
+    method="best",
+    importance="inputs",
+    bits=4,
+    group_size=64,
+    scheme="affine",
+    embed_bits=8,
+    embed_group_size=64,
+    embed_scheme="affine",
 )
 WAYS = {"best": BEST, "rtn": replace(BEST, method="rtn")}
 # What is scored of every fold: bfloat16 first, then each way without and with [qat].

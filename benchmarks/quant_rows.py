@@ -7,7 +7,13 @@ from pippin import recipe
 
 TOKENS = 16_384  # that calibrate
 AFFINE = recipe.Quantize(
-    method="best", group_size=64, scheme="affine", embed_bits=8, calibration_tokens=TOKENS
+    method="best",
+    group_size=64,
+    scheme="affine",
+    embed_bits=8,
+    embed_group_size=64,
+    embed_scheme="affine",
+    calibration_tokens=TOKENS,
 )
 SYMMETRIC = replace(AFFINE, scheme="symmetric", embed_scheme="symmetric", embed_group_size=32)
 # 4.5 bits of each of the model's 134,515,008 weights, norms among them.

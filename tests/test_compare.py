@@ -38,7 +38,9 @@ steps = 1
 row_tokens = 64
 [quantize]
 group_size = 32
+scheme = "affine"
 embed_group_size = 32
+embed_scheme = "affine"
 calibration_tokens = 100
 [evaluate]
 rows = 2

@@ -170,10 +170,10 @@ class Quantize:
     )
     bits: Literal[2, 3, 4, 5, 6, 8] = key(4, "bits of a linear's codes")
     group_size: Literal[0, 32, 64, 128] = key(64, "weights that share a scale; 0 is per channel")
-    scheme: Scheme = key("affine", "symmetric around zero, affine between extremes, k as in GGUF")
+    scheme: Scheme = key("symmetric", "symmetric around 0, affine between extremes, k as in GGUF")
     embed_bits: Literal[2, 3, 4, 5, 6, 8, 16] = key(8, "bits of embedding and head; 16 leaves them")
-    embed_group_size: Literal[0, 32, 64, 128] = key(64, "group size of embedding and head")
-    embed_scheme: Scheme = key("affine", "scheme of embedding and head")
+    embed_group_size: Literal[0, 32, 64, 128] = key(0, "group size of embedding and head")
+    embed_scheme: Scheme = key("symmetric", "scheme of embedding and head")
     keep: tuple[str, ...] = key((), "`*` patterns of tensors left in their own dtype")
     calibration: str | None = key(
         None, "a file of rows or text that awq, gptq and best read in place of the training rows"

@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 97, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.15}
-SETTINGS = {"bits": 3, "group_size": 32, "embed_group_size": 32}
+SETTINGS = {"bits": 3, "group_size": 32, "scheme": "affine", "embed_group_size": 32}
 
 
 @pytest.fixture(scope="module")
@@ -100,8 +100,7 @@ def test_gradients_equal_those_of_float64(parent: Path, tmp_path: Path) -> None:
     folder = quantize_folder(parent, tmp_path / "q", **SETTINGS)
     model, batches = _loaded(parent), _batches(1)
     with model._rows(batches) as rows:
-        recovery = Recovery(model.network, model._head, rows)
-        coded = recovery.take(folder, seed=0)
+        recovery = Recovery(model.network, model._head, rows, folder, seed=0)
         hidden = recovery.hidden(rows[0])
         pull = recovery.pull(hidden.detach(), recovery.wanted[0])[1]
         hidden.backward(pull / len(pull))
@@ -109,12 +108,12 @@ def test_gradients_equal_those_of_float64(parent: Path, tmp_path: Path) -> None:
     _kl(_exact(parent, dict(dense_tensors(parent))), child, batches).backward()
     gradients = {name: parameter.grad for name, parameter in child.named_parameters()}
     view = DenseView(folder)
-    assert len(recovery.norms) == 2 * 2 + 1
-    for name, norm in recovery.norms.items():
+    assert len(recovery.tuned_norms) == 2 * 2 + 1
+    for name, norm in recovery.tuned_norms.items():
         by_hand = gradients[name] * norm.size
         assert (norm.move_D.grad - by_hand).norm() < 1e-3 * by_hand.norm(), name
-    assert len(coded) == 2 * 7
-    for module, linear in coded.items():
+    assert len(recovery.coded) == 2 * 7
+    for module, linear in recovery.coded.items():
         codes = view.read_codes(f"{module}.weight")
         scale = torch.from_numpy(codes.scales_OG.astype(np.float64))
         grouped = gradients[f"{module}.weight"].view(*scale.shape, -1)
@@ -145,9 +144,8 @@ def test_norms_are_computed_with_as_their_folder_stores_them(parent: Path, tmp_p
     folder = quantize_folder(tmp_path / "half", tmp_path / "q", **SETTINGS)
     model = _loaded(tmp_path / "half")
     with model._rows(_batches(1)) as rows:
-        recovery = Recovery(model.network, model._head, rows)
-        recovery.take(folder, seed=0)
-    norm = recovery.norms["model.norm.weight"]
+        recovery = Recovery(model.network, model._head, rows, folder, seed=0)
+    norm = recovery.tuned_norms["model.norm.weight"]
     np.testing.assert_array_equal(norm.stored(), DenseView(folder).read("model.norm.weight"))
     with torch.no_grad():
         norm.move_D += 0.002  # of a size of 1.5, where a step is 0.0078

@@ -42,7 +42,13 @@ from pippin.targets import stored_bits
 pytestmark = pytest.mark.torch
 
 SETTINGS = Quantize(
-    method="best", bits=3, group_size=32, embed_group_size=32, calibration_tokens=400
+    method="best",
+    bits=3,
+    group_size=32,
+    scheme="affine",
+    embed_group_size=32,
+    embed_scheme="affine",
+    calibration_tokens=400,
 )
 FEW = replace(SETTINGS, calibration_tokens=30)
 

@@ -169,7 +169,8 @@ def test_width_that_the_group_does_not_divide_is_named(
 @pytest.mark.torch
 def test_config_for_mlx_and_for_transformers(model: Callable[..., Path], tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    _quantize(model(tie_word_embeddings=True), tmp_path / "q", bits=4, embed_scheme="symmetric")
+    asked = {"scheme": "affine", "embed_group_size": 64}
+    _quantize(model(tie_word_embeddings=True), tmp_path / "q", **asked)
     raw = json.loads((tmp_path / "q" / "config.json").read_text())
     assert raw["rope_theta"] == 100000.0
     assert "quantization_config" not in raw

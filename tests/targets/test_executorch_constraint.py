@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 
 from pippin.recipe import Data, Deploy, Model, Quantize, Recipe
 from pippin.stages.sharing import offered_grids
-from pippin.targets import load_target
+from pippin.targets import TARGETS, load_target
 
 GOOD = Quantize(
     bits=4,
@@ -39,6 +39,11 @@ def checkpoint(tmp_path):
         return tmp_path
 
     return make
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_recipe_that_says_nothing_of_codes_fits_every_target(checkpoint, target):
+    assert load_target(target).refusal(Quantize(), checkpoint()) is None
 
 
 @pytest.mark.parametrize(
