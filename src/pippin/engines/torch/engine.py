@@ -17,6 +17,7 @@ from pippin.engines import Recovered, Sampling, Tokens, TopK, Weights
 from pippin.engines.arrays import adapted
 from pippin.engines.coded import refuse_dense
 from pippin.engines.host import steady_heap
+from pippin.engines.recovery import recover, refuse_no_head
 from pippin.engines.torch import device as devices
 from pippin.engines.torch.adapting import add_adapter, add_to_embedding
 from pippin.engines.torch.body import find_head
@@ -28,11 +29,10 @@ from pippin.engines.torch.load import LoadOptions, load_network
 from pippin.engines.torch.moments import input_moments
 from pippin.engines.torch.names import full_parameters, lora_parameters
 from pippin.engines.torch.probe import find_ability
-from pippin.engines.torch.recovery import recover
+from pippin.engines.torch.recovery import Recovery
 from pippin.engines.torch.rows import Rows
 from pippin.engines.torch.score import logprobs, topk
 from pippin.engines.torch.trainer import TorchTrainer
-from pippin.errors import ModelError
 from pippin.model.quantized import DenseView
 from pippin.model.weights import Tensors
 from pippin.recipe import Lora, Train
@@ -135,12 +135,10 @@ class TorchModel:
         Takes the model over. Raises ModelError where the head is no plain product.
         """
         if self._head is None:
-            raise ModelError(
-                "scales are tuned through a head that is one product, this model's is not",
-                "set quantize.recover_tokens = 0",
-            )
+            raise refuse_no_head()
         with self._rows(batches) as rows:
-            return recover(self.network, self._head, quantized, rows, seed)
+            tuning = Recovery(self.network, self._head, rows, quantized, seed)
+            return recover(tuning, [batch.real_tokens for batch in batches], seed)
 
     @contextlib.contextmanager
     def _rows(self, batches: Sequence[Batch]) -> Generator[list[Rows]]:
