@@ -17,12 +17,25 @@ TOKENS, CLASSES, HIDDEN, REPEATS = 8192, 151936, 4096, 20
 def main() -> None:
     """Measure ours, full logits, and the two products alone, which is the limit."""
     import torch
+
+    options = common.arguments(__doc__ or "").parse_args()
+    torch.manual_seed(0)
+    fresh, ways = setting()
+    wanted = ways["full logits"](fresh()).float()
+    error = float((ways["ours"](fresh()) - wanted).norm() / wanted.norm())
+    peaks = {name: gib(peak(ways[name], fresh())) for name in ("ours", "full logits")}
+    times = dict(zip(ways, milliseconds(list(ways.values()), fresh), strict=True))
+    memory = round(torch.cuda.get_device_properties(0).total_memory / 1e9)
+    common.report(rows(peaks, times, error), options.save, (torch.cuda.get_device_name(), memory))
+
+
+def setting() -> tuple[Callable[[], Any], dict[str, Callable[[Any], Any]]]:
+    """What gives fresh hidden states, and what is done with them, by name."""
+    import torch
     from torch.nn import functional
 
     from pippin.engines.torch.loss import Head, head_loss
 
-    options = common.arguments(__doc__ or "").parse_args()
-    torch.manual_seed(0)
     make = {"device": "cuda", "dtype": torch.bfloat16}
     given_SD = torch.randn(TOKENS, HIDDEN, **make)
     weight_VD = torch.randn(CLASSES, HIDDEN, **make) / HIDDEN**0.5
@@ -44,32 +57,31 @@ def main() -> None:
         with torch.no_grad():
             return (hidden_SD @ weight_VD.T) @ weight_VD
 
-    wanted = full(fresh()).float()
-    error = float((ours(fresh()) - wanted).norm() / wanted.norm())
-    peaks = [peak(run, fresh()) for run in (ours, full)]
-    times = milliseconds((ours, full, products), fresh)
-    notes = {"gradient differs by": round(error, 5)}
-    rows = [
+    return fresh, {"ours": ours, "full logits": full, "products alone": products}
+
+
+def rows(peaks: dict[str, float], times: dict[str, float], error: float) -> list[common.Row]:
+    """Memory and time; `error` is our gradient's, beside the full logits'."""
+    limit = times["products alone"]
+    return [
         common.Row(
             name="loss-layer-memory",
-            value=gib(peaks[0]),
+            value=peaks["ours"],
             unit="GiB beyond the inputs",
             better="lower",
-            peers={"full logits": gib(peaks[1])},
-            notes=notes,
+            peers={"full logits": peaks["full logits"]},
+            notes={"gradient differs by": round(error, 5)},
         ),
         common.Row(
             name="loss-layer-time",
-            value=round(times[0], 2),
+            value=round(times["ours"], 2),
             unit="ms, forward and gradient",
             better="lower",
-            limit=round(times[2], 2),
-            share_of_limit=round(times[2] / times[0], 3),
-            peers={"full logits": round(times[1], 2)},
+            limit=round(limit, 2),
+            share_of_limit=round(limit / times["ours"], 3),
+            peers={"full logits": round(times["full logits"], 2)},
         ),
     ]
-    memory = round(torch.cuda.get_device_properties(0).total_memory / 1e9)
-    common.report(rows, options.save, (torch.cuda.get_device_name(), memory))
 
 
 def gib(count: int) -> float:

@@ -34,6 +34,7 @@ QWEN2_7B = {
 }
 ADAPTERS = {
     "w1": recipe.Lora(rank=8, alpha=16.0, targets=("q_proj", "v_proj")),
+    "w1r16": recipe.Lora(rank=16, alpha=32.0, targets=("q_proj", "v_proj")),
     "w2": recipe.Lora(rank=16, alpha=32.0, targets=("all-linear",)),
     "w3": recipe.Lora(rank=16, alpha=32.0, targets=("all-linear",)),
 }

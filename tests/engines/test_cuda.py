@@ -241,6 +241,27 @@ def test_an_update_that_is_not_finite_is_not_made(tiny, cuda, samples, pack, ada
         np.testing.assert_array_equal(after[name], before[name])
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])  # by hand and compiled
+def test_a_steady_step_never_waits_and_going_ahead_changes_no_number(
+    kind, tiny, cuda, samples, pack, adapter
+):
+    steps, results = [[pack([samples[i:]]), pack([samples[i:3]])] for i in range(3)], []
+    for ahead in (True, False):
+        model = cuda.load(tiny(kind), "bfloat16")
+        train = Train(row_tokens=steps[0][0].tokens_BT.shape[1])
+        trainer = model.trainer(train, Lora(rank=4), adapter(model), 0)
+        trainer.goes_ahead = ahead
+        for step in range(9):
+            torch.cuda.set_sync_debug_mode("error" if ahead and step > 3 else "default")
+            try:
+                told = steps[(step + 1 + (step == 6)) % 3]  # once of others than come
+                results.append(trainer.step(steps[step % 3], 1e-2, lambda told=told: told))
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+    for one, other in zip(results[:9], results[9:], strict=True):
+        assert one.loss_sum == pytest.approx(other.loss_sum, rel=1e-3)
+
+
 @pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="no FP8"
 )

@@ -109,12 +109,13 @@ def gate(
 
 @triton.jit
 def _gate_slopes(grad, both, place, inside, F):
+    """The gradients of gate and up, and silu(gate) * up."""
     g = tl.load(both + place, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(both + F + place, mask=inside, other=0.0).to(tl.float32)
     d = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32)
     chance = tl.sigmoid(g)
     silu = g * chance
-    return d * u * (chance + silu * (1.0 - chance)), d * silu
+    return d * u * (chance + silu * (1.0 - chance)), d * silu, silu * u
 
 
 @triton.jit
@@ -129,8 +130,8 @@ def gate_grad(
     out += row * out_row
     codes += row * 2 * F
     place, after = tl.arange(0, MOST), MOST + tl.arange(0, REST)
-    d_gate, d_up = _gate_slopes(grad, both, place, place < F, F)
-    gate_rest, up_rest = _gate_slopes(grad, both, after, after < F, F)
+    d_gate, d_up, _ = _gate_slopes(grad, both, place, place < F, F)
+    gate_rest, up_rest, _ = _gate_slopes(grad, both, after, after < F, F)
     if KEEP:
         tl.store(out + place, d_gate.to(out.dtype.element_ty), mask=place < F)
         tl.store(out + F + place, d_up.to(out.dtype.element_ty), mask=place < F)
@@ -169,14 +170,10 @@ def gate_grad_tiles(
         row = tl.where(block + tl.arange(0, M) < tokens, row, T).to(tl.int64)
         real = row < T
         seen = inside[:, None] & real[None, :]
-        from_both = both + row[None, :] * both_row + channel[:, None]
-        g = tl.load(from_both, mask=seen, other=0.0).to(tl.float32)
-        u = tl.load(from_both + F, mask=seen, other=0.0).to(tl.float32)
-        d = tl.load(grad + row[None, :] * F + channel[:, None], mask=seen, other=0.0).to(tl.float32)
-        chance = tl.sigmoid(g)
-        silu = g * chance
-        d_gate = (d * u * (chance + silu * (1.0 - chance))).to(out.dtype.element_ty)
-        d_up = (d * silu).to(out.dtype.element_ty)
+        d_gate, d_up, h = _gate_slopes(
+            grad + row[None, :] * F, both + row[None, :] * both_row, channel[:, None], seen, F
+        )
+        d_gate, d_up = d_gate.to(out.dtype.element_ty), d_up.to(out.dtype.element_ty)
         place = out + row[None, :] * out_row + channel[:, None]
         tl.store(place, d_gate, mask=seen)
         tl.store(place + F, d_up, mask=seen)
@@ -186,8 +183,7 @@ def gate_grad_tiles(
         up_sum = tl.dot(d_up, tail, up_sum, input_precision=PRECISION)
         known = real[:, None] & (r < R)[None, :]
         tail = tl.load(written + row[:, None] * written_row + r[None, :], mask=known, other=0.0)
-        h = (silu * u).to(out.dtype.element_ty)
-        below_sum = tl.dot(h, tail, below_sum, input_precision=PRECISION)
+        below_sum = tl.dot(h.to(tail.dtype), tail, below_sum, input_precision=PRECISION)
     above += (split * 2 * F + channel[:, None]) * E + e[None, :]
     known = inside[:, None] & (e < E)[None, :]
     tl.store(above, gate_sum, mask=known)
