@@ -7,7 +7,7 @@ Shape letters: D hidden.
 """
 
 import math
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -64,17 +64,14 @@ class Tuning(Protocol):
         ...
 
 
-def read_dense(
-    view: DenseView, coded: Container[str], seed: int
-) -> Iterator[tuple[str, NDArray[Any], Norm | None]]:
-    """Every tensor beside those of the linears `coded`, as it is stored; norms are to be tuned."""
+def read_norms(view: DenseView, coded: Container[str], seed: int) -> dict[str, Norm]:
+    """The norms of a folder by tensor name; none of the linears `coded` is one."""
     rng = np.random.default_rng(seed)
-    for name, spec in view.tensors.items():
-        if names.module(name) in coded:
-            continue
-        weight = view.read(name)
-        is_norm = len(spec.shape) == 1 and name.endswith(".weight")
-        yield name, weight, _norm(weight, rng) if is_norm else None
+    return {
+        name: _norm(view.read(name), rng)
+        for name, spec in view.tensors.items()
+        if len(spec.shape) == 1 and name.endswith(".weight") and names.module(name) not in coded
+    }
 
 
 def _norm(weight_D: NDArray[Any], rng: np.random.Generator) -> Norm:

@@ -21,7 +21,7 @@ def updates(calibration: Calibration, engine: str) -> list[Batch]:
     if not isinstance(calibration.model, Recoverer):
         raise ModelError(
             f"engine {engine} tunes no scales",
-            'set model.engine = "torch", or quantize.recover_tokens = 0',
+            'set model.engine = "torch" or "mlx", or quantize.recover_tokens = 0',
         )
     samples = calibration.further
     if len(samples) < 2:

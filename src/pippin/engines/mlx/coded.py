@@ -54,19 +54,23 @@ class CodedLinear(nn.Module):
         return x @ weight_OGS.flatten(1).astype(x.dtype).T
 
     def _rounded(self, values: mx.array, least: float | None) -> mx.array:
-        """The nearest values of the stored dtype, in float32; the gradient of that is one."""
+        return rounded(values if least is None else mx.maximum(values, least), self._dtype)
 
-        @mx.custom_function
-        def rounded(values: mx.array) -> mx.array:
-            return values.astype(self._dtype).astype(mx.float32)
 
-        @rounded.vjp
-        def backward(primals: Any, cotangent: mx.array, output: Any) -> mx.array:
-            del primals, output
-            return cotangent
+def rounded(values: mx.array, dtype: mx.Dtype) -> mx.array:
+    """The nearest values of a dtype, in float32; the gradient of that is one."""
 
-        made: Any = rounded(values if least is None else mx.maximum(values, least))
-        return made
+    @mx.custom_function
+    def nearest(values: mx.array) -> mx.array:
+        return values.astype(dtype).astype(mx.float32)
+
+    @nearest.vjp
+    def backward(primals: Any, cotangent: mx.array, output: Any) -> mx.array:
+        del primals, output
+        return cotangent
+
+    made: Any = nearest(values)
+    return made
 
 
 def take_codes(network: nn.Module, view: DenseView, seed: int) -> dict[str, CodedLinear]:
@@ -83,6 +87,20 @@ def take_codes(network: nn.Module, view: DenseView, seed: int) -> dict[str, Code
     return coded
 
 
+def move_places(coded: Mapping[str, CodedLinear]) -> dict[str, Place]:
+    """Where what scales and biases have moved by lives."""
+    return {
+        f"{name}.{moves}": Place(module=linear, attribute=moves)
+        for name, linear in coded.items()
+        for moves in linear.parameters()
+    }
+
+
+def stored(coded: Mapping[str, CodedLinear]) -> Weights:
+    """Scales and biases by tensor name, as the layout stores them."""
+    return by_tensor({name: linear.stored() for name, linear in coded.items()})
+
+
 class CodesTrainer(MlxTrainer):
     """Trains the scales and zero points of the codes that a network was loaded from."""
 
@@ -90,15 +108,9 @@ class CodesTrainer(MlxTrainer):
         self, loaded: Loaded, coded: Mapping[str, CodedLinear], train: Train, seed: int
     ) -> None:
         self.coded = coded
-        places = {
-            f"{name}.{moves}": Place(module=linear, attribute=moves)
-            for name, linear in coded.items()
-            for moves in linear.parameters()
-        }
-        super().__init__(loaded, places, train, seed)
+        super().__init__(loaded, move_places(coded), train, seed)
 
     def weights(self) -> Weights:
         """Scales and biases as they are stored, widened to float32, under their tensors' names."""
         self._put(self.optimizer.masters)
-        stored = by_tensor({name: linear.stored() for name, linear in self.coded.items()})
-        return {name: array.astype(np.float32) for name, array in stored.items()}
+        return {name: array.astype(np.float32) for name, array in stored(self.coded).items()}

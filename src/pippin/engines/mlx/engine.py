@@ -5,21 +5,22 @@ Shape letters: B rows, T tokens, K kept tokens of a distribution.
 
 import functools
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 from mlx import nn
 from numpy.typing import NDArray
 
 from pippin.data.batches import Batch
-from pippin.engines import Sampling, Tokens, TopK, Weights
+from pippin.engines import Recovered, Sampling, Tokens, TopK, Weights
 from pippin.engines.coded import refuse_dense
 from pippin.engines.mlx import device as devices
 from pippin.engines.mlx import parity
 from pippin.engines.mlx.blas import notice
-from pippin.engines.mlx.body import Loaded, find_head
+from pippin.engines.mlx.body import Head, Loaded, find_head
 from pippin.engines.mlx.coded import CodesTrainer, take_codes
 from pippin.engines.mlx.fisher import loss_moments
 from pippin.engines.mlx.following import follow
@@ -34,9 +35,12 @@ from pippin.engines.mlx.lora import add_adapter
 from pippin.engines.mlx.moments import input_moments
 from pippin.engines.mlx.names import full_places, lora_places
 from pippin.engines.mlx.probe import find_ability
+from pippin.engines.mlx.recovery import Parent, Recovery, real_states
 from pippin.engines.mlx.ring import find_ring
+from pippin.engines.mlx.rows import Rows
 from pippin.engines.mlx.score import logprobs, topk
 from pippin.engines.mlx.trainer import MlxTrainer
+from pippin.engines.recovery import recover, refuse_no_head
 from pippin.errors import ModelError
 from pippin.model.config import read_raw
 from pippin.model.quantized import DenseView
@@ -137,8 +141,7 @@ class MlxModel:
 
         `names` asks for those linears alone. Linears that read the same inputs get the same array.
         """
-        layout = find_ability(self.network).layout
-        return input_moments(self.network, [layout(batch) for batch in batches], names)
+        return input_moments(self.network, self._rows(batches), names)
 
     def loss_moments(
         self, batches: Sequence[Batch], names: Collection[str] | None = None, seed: int = 0
@@ -153,8 +156,13 @@ class MlxModel:
                 f"{self.checkpoint}: the head is the model's own, inputs cannot be weighed by it",
                 'set quantize.importance = "inputs"',
             )
+        return loss_moments(self.network, head, self._rows(batches), names, seed)
+
+    def _rows(self, batches: Sequence[Batch]) -> list[Rows]:
+        """The batches as this network reads them."""
+        self.loaded.refuse_long(max(int(batch.positions_BT.max()) + 1 for batch in batches))
         layout = find_ability(self.network).layout
-        return loss_moments(self.network, head, [layout(b) for b in batches], names, seed)
+        return [layout(batch) for batch in batches]
 
     def trainer(self, train: Train, lora: Lora | None, weights: Weights, seed: int) -> MlxTrainer:
         """A trainer that takes this model over. `lora` None trains every weight.
@@ -180,6 +188,26 @@ class MlxModel:
         coded = take_codes(self.network, DenseView(self.checkpoint), seed)
         refuse_dense(coded, self.checkpoint)
         return CodesTrainer(self.loaded, coded, train, seed)
+
+    def recover(self, quantized: Path, batches: Sequence[Batch], seed: int) -> Recovered:
+        """Tune the scales of a quantized folder until it predicts as this model does; see there.
+
+        This model is the quantized one from then on. Raises ModelError where the head is no plain
+        product.
+        """
+        rows = self._rows(batches)
+        parent = Parent(head=self._head(), hidden=[real_states(self.network, r) for r in rows])
+        mx.eval(parent.hidden)
+        self.network = load_network(quantized, getattr(mx, self.dtype))
+        head = find_head(self.network, read_raw(quantized))
+        self.loaded = replace(self.loaded, network=self.network, head=head)
+        tuning = Recovery(self.network, self._head(), parent, rows, quantized).take(seed)
+        return recover(tuning, [batch.real_tokens for batch in batches], seed)
+
+    def _head(self) -> Head:
+        if self.loaded.head is None:
+            raise refuse_no_head()
+        return self.loaded.head
 
     def _tell(self, what: str, settings: dict[str, Any], weights: Weights) -> None:
         """What is about to be trained here is trained by all; none does where one cannot."""

@@ -16,7 +16,7 @@ from torch.nn.utils.parametrize import register_parametrization
 from transformers import PreTrainedModel
 
 from pippin.engines import Weights
-from pippin.engines.recovery import BETAS, GAIN, Norm, read_dense
+from pippin.engines.recovery import BETAS, GAIN, Norm, read_norms
 from pippin.engines.torch.body import hidden_states
 from pippin.engines.torch.coded import Rounded, stored, take_codes
 from pippin.engines.torch.loss import Head
@@ -69,12 +69,16 @@ class Recovery:
 
     def _take_dense(self, view: DenseView, seed: int) -> dict[str, TunedNorm]:
         """Every other weight of the quantized folder; the norms by name."""
-        parameters, tuned = dict(self.network.named_parameters()), {}
-        for name, weight, norm in read_dense(view, self.coded, seed):
-            parameters[name].data.copy_(torch.from_numpy(weight.astype(np.float32)))
-            if norm:
-                tuned[name] = TunedNorm(self.network.get_submodule(names.module(name)), norm)
-        return tuned
+        parameters = dict(self.network.named_parameters())
+        norms = read_norms(view, self.coded, seed)
+        for name in view.tensors:
+            if names.module(name) not in self.coded and name not in norms:
+                weight = view.read(name).astype(np.float32)
+                parameters[name].data.copy_(torch.from_numpy(weight))
+        return {
+            name: TunedNorm(self.network.get_submodule(names.module(name)), norm)
+            for name, norm in norms.items()
+        }
 
     def hidden(self, rows: Rows) -> Tensor:
         """(N, D) what the head reads."""
