@@ -113,9 +113,9 @@ FAULTS = [
     ),
     (
         "[data]",
-        'engine = "mlx"\n[quantize]\nmethod = "best"\nrecover_tokens = 9\n[data]',
-        "9: quantize.recover_tokens: the engine mlx tunes no scales",
-        "torch",
+        'engine = "jax"\n[quantize]\nmethod = "best"\nrecover_tokens = 9\n[data]',
+        "9: quantize.recover_tokens: the engine jax tunes no scales",
+        "mlx",
     ),
     (
         "[data]",

@@ -242,7 +242,7 @@ class Forecast:
         tokens = CALIBRATION_TOKENS // 2 if by_loss else CALIBRATION_TOKENS
         back = memory.loss_bytes(config, tokens, self.itemsize) if by_loss else 0
         large = asked.sequential or (memory.moment_bytes(config) > memory.MOMENTS and not tuned)
-        if large and self.recipe.model.engine == "torch" and config.model_type in memory.LAYERED:
+        if large and self.recipe.model.engine != "jax" and config.model_type in memory.LAYERED:
             both = (tokens, asked.calibration_tokens)
             return memory.layered_bytes(config, self.itemsize, both) + back
         if by_loss:

@@ -121,21 +121,23 @@ def _engine(recipe: Recipe) -> Iterator[Contradiction]:
     """What some engines lack, and would refuse only when its turn comes."""
     engine, budget = recipe.model.engine, recipe.quantize.budget
     hint = 'leave it out, or set model.engine = "torch"'
-    if engine == "jax" and budget:
-        yield ("quantize", budget), "the engine jax has no gradients of inputs", hint
-    if engine == "jax" and recipe.qat.steps:
-        way_out = 'leave it out, or set model.engine = "torch" or "mlx"'
-        yield ("qat", "steps"), "the engine jax trains no scales of codes", way_out
-    asked = {
+    lacks_jax = {
+        ("quantize", budget or ""): (bool(budget), "has no gradients of inputs"),
+        ("quantize", "recover_tokens"): (recipe.quantize.recover_tokens > 0, "tunes no scales"),
+        ("quantize", "sequential"): (recipe.quantize.sequential, "takes no model apart by layers"),
+        ("qat", "steps"): (recipe.qat.steps > 0, "trains no scales of codes"),
+    }
+    torch_alone = {
         ("model", "attention"): (recipe.model.attention == "math", "has one way to compute it"),
         ("train", "recomputed_layers"): (
             recipe.train.recomputed_layers < 1,
             "recomputes all layers or none",
         ),
-        ("quantize", "recover_tokens"): (recipe.quantize.recover_tokens > 0, "tunes no scales"),
-        ("quantize", "sequential"): (recipe.quantize.sequential, "takes no model apart by layers"),
     }
-    for key, (is_asked, does) in asked.items():
+    for key, (is_asked, does) in lacks_jax.items():
+        if is_asked and engine == "jax":
+            yield key, f"the engine jax {does}", f'{hint} or "mlx"'
+    for key, (is_asked, does) in torch_alone.items():
         if is_asked and engine != "torch":
             yield key, f"the engine {engine} {does}", hint
 

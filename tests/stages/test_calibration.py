@@ -67,8 +67,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _recipe(place: Path, settings: Quantize = SETTINGS, seed: int = 0) -> Recipe:
-    model = Model(source="model", device="cpu", dtype="float32")
+def _recipe(
+    place: Path, settings: Quantize = SETTINGS, seed: int = 0, engine: Any = "torch"
+) -> Recipe:
+    model = Model(source="model", device="cpu", dtype="float32", engine=engine)
     data = Data(source="rows", max_seq_len=64)
     deploy = Deploy(targets=())
     return Recipe(
@@ -334,12 +336,16 @@ def test_passes_of_any_size_give_the_same(
     assert _bytes(tmp_path / "once") == _bytes(tmp_path / "often")
 
 
-def test_sequential_gptq_reads_what_quantized_layers_give(place: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", ["torch", pytest.param("mlx", marks=pytest.mark.mlx)])
+def test_sequential_gptq_reads_what_quantized_layers_give(
+    place: Path, tmp_path: Path, engine: str
+) -> None:
     """The second layer's codes, from inputs that transformers finds in float64."""
+    pytest.importorskip(engine)
     transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
     settings = replace(SETTINGS, method="gptq", sequential=True)
-    _run(place, tmp_path / "q", settings)
-    _run(place, tmp_path / "plain", replace(settings, sequential=False))
+    _run(place, tmp_path / "q", settings, engine=engine)
+    _run(place, tmp_path / "plain", replace(settings, sequential=False), engine=engine)
     network = transformers.AutoModelForCausalLM.from_pretrained(place / "model").double()
     parameters, view = dict(network.named_parameters()), DenseView(tmp_path / "q")
     for name in (n for n in view.grids if ".layers.0." in n):

@@ -120,17 +120,22 @@ def find_head(network: nn.Module, config: dict[str, Any]) -> Head | None:
     The formula is tried on a few tokens: no list of architectures decides.
     """
     try:
-        own = next((network[name] for name in HEADS if name in network), None)
-        head = Head(
-            module=embedding(network) if own is None else own,
-            tied=own is None,
-            vocab=vocabulary(network),
-            scale=_scale(config),
-            softcap=config.get("final_logit_softcapping"),
-        )
+        head = plain_head(network, config)
         return head if _agrees(network, head) else None
     except (ModelError, TypeError, AttributeError, ValueError):
         return None
+
+
+def plain_head(network: nn.Module, config: dict[str, Any]) -> Head:
+    """The head as a plain product, untried."""
+    own = next((network[name] for name in HEADS if name in network), None)
+    return Head(
+        module=embedding(network) if own is None else own,
+        tied=own is None,
+        vocab=vocabulary(network),
+        scale=_scale(config),
+        softcap=config.get("final_logit_softcapping"),
+    )
 
 
 def _scale(config: dict[str, Any]) -> float:

@@ -30,6 +30,7 @@ from pippin.engines.mlx.generate import (
     generate,
     quantized_decoding,
 )
+from pippin.engines.mlx.layered import LayeredModel, load_layered
 from pippin.engines.mlx.load import load_network
 from pippin.engines.mlx.lora import add_adapter
 from pippin.engines.mlx.moments import input_moments
@@ -44,6 +45,7 @@ from pippin.engines.recovery import recover, refuse_no_head
 from pippin.errors import ModelError
 from pippin.model.config import read_raw
 from pippin.model.quantized import DenseView
+from pippin.model.weights import Tensors
 from pippin.recipe import Lora, Train
 
 
@@ -74,6 +76,17 @@ class MlxEngine:
             notices=(slow,) if slow else (),
         )
         return MlxModel(loaded, checkpoint, devices.dtype_name(picked))
+
+    def load_layers(
+        self, weights: Tensors, dtype: str, scratch: Path, *, sequential: bool = False
+    ) -> LayeredModel | None:
+        """A model read one decoder layer at a time; hidden states go to files in `scratch`.
+
+        `sequential`: a layer's weights are read again before the inputs of the next one are found.
+        None where it cannot be taken apart.
+        """
+        loaded = load_layered(weights, devices.pick_dtype(dtype, self._device))
+        return None if loaded is None else LayeredModel(loaded, weights, scratch, sequential)
 
     def lead(self) -> None:
         """Find the processes that were launched with this one; it is the first of them."""

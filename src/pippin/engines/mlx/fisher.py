@@ -6,7 +6,8 @@ model itself draws: what an error of the weights costs in divergence, to second 
 Shape letters: N real tokens, D features, O outputs, C tokens of one chunk, V vocabulary.
 """
 
-from collections.abc import Collection, Sequence
+import contextlib
+from collections.abc import Collection, Generator, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -37,65 +38,97 @@ def loss_moments(
 
     `seed` draws the predictions.
     """
-    watched = [(n, m) for n, m in linears(network) if n != HEAD and (names is None or n in names)]
-    kinds = [type(module) for _, module in watched]
-    sums: dict[str, mx.array] = {}
-    keys = mx.random.split(mx.random.key(seed), len(batches))
-    try:
-        seen: dict[str, mx.array] = {}
-        moved: dict[str, mx.array] = {}
-        for (name, module), kind in zip(watched, kinds, strict=True):
-            module.__class__ = _moved(kind, name, seen, moved)
-        for rows, key in zip(batches, keys, strict=True):
-            run = _Batch(network, head, rows, key)
-            outputs, gradients = run.differentiate(_still(watched, rows), seen, moved)
+    watched = {n: m for n, m in linears(network) if n != HEAD and (names is None or n in names)}
+    weigher = Weigher()
+    with shifting(watched) as shifts:
+        for rows, key in zip(batches, keys_of(seed, len(batches)), strict=True):
+            run = Drawn(head, rows, key)
+            outputs, gradients = _differentiate(network, run, shifts)
             for name, gradient in gradients.items():
-                g_NO = run.real(gradient)
-                weight_N = mx.square(g_NO).mean(-1)
-                tamed_N = _add(sums, name, run.real(outputs[name]), weight_N)
-                _add_outputs(sums, name, g_NO, tamed_N / mx.maximum(weight_N, TINY))
+                weigher.add(name, run.real(outputs[name]), run.real(gradient))
             if names is None or HEAD in names:
-                _add(sums, HEAD, run.real(outputs[HEAD]), run.head_weights(outputs[HEAD]))
+                weigher.add_head(run, outputs[HEAD])
+    return weigher.moments()
+
+
+class Weigher:
+    """Sums X^T diag(w) X by linear, and what its outputs weigh together."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, mx.array] = {}
+
+    def add(self, name: str, x_ND: mx.array, g_NO: mx.array) -> None:
+        """A linear's inputs, and the gradient of its outputs."""
+        weight_N = mx.square(g_NO).mean(-1)
+        tamed_N = _add(self.sums, name, x_ND, weight_N)
+        _add_outputs(self.sums, name, g_NO, tamed_N / mx.maximum(weight_N, TINY))
+
+    def add_head(self, run: "Drawn", hidden: mx.array) -> None:
+        """The gradient of a logit by one is its probability, less one if drawn."""
+        _add(self.sums, HEAD, run.real(hidden), run.draw(run.rows_of(hidden))[1])
+
+    def moments(self) -> dict[str, NDArray[np.float32]]:
+        """The sums by linear, on the host."""
+        return {name: np.array(total) for name, total in self.sums.items()}
+
+
+class Shifts:
+    """Arrays that are added to linears' outputs, and the inputs that they have `seen`."""
+
+    def __init__(self, watched: Mapping[str, Any]) -> None:
+        self.watched = watched
+        self.seen: dict[str, mx.array] = {}
+        self.moved: dict[str, mx.array] = {}
+
+    def zeros(self, rows: Rows) -> dict[str, mx.array]:
+        """What a loss is differentiated by."""
+        shape, zero = rows.tokens_BT.shape, mx.array(0.0)
+        return {
+            name: mx.broadcast_to(zero, (*shape, linear_shape(module)[1]))
+            for name, module in self.watched.items()
+        }
+
+
+@contextlib.contextmanager
+def shifting(watched: Mapping[str, Any]) -> Generator[Shifts]:
+    """Inside, `moved` is added to the linears' outputs."""
+    shifts, kinds = Shifts(watched), [(module, type(module)) for module in watched.values()]
+    try:
+        for name, module in watched.items():
+            module.__class__ = _moved(type(module), name, shifts)
+        yield shifts
     finally:
-        for (_, module), kind in zip(watched, kinds, strict=True):
+        shifts.seen, shifts.moved = {}, {}  # or the classes would hold them for a while
+        for module, kind in kinds:
             module.__class__ = kind
-    return {name: np.array(total) for name, total in sums.items()}
 
 
-class _Batch:
-    """One batch through the network, its predictions drawn with `key`."""
+def keys_of(seed: int, batches: int) -> list[mx.array]:
+    """What each batch's predictions are drawn with."""
+    return list(mx.random.split(mx.random.key(seed), batches))
 
-    def __init__(self, network: nn.Module, head: Head, rows: Rows, key: mx.array) -> None:
-        self.network, self.head, self.rows, self.key = network, head, rows, key
+
+class Drawn:
+    """One batch's predictions, drawn with `key`."""
+
+    def __init__(self, head: Head, rows: Rows, key: mx.array) -> None:
+        self.head, self.rows, self.key = head, rows, key
 
     def real(self, values: mx.array) -> mx.array:
         """(N, ...) in float32, without padding."""
-        return values.reshape(-1, values.shape[-1])[self.rows.real_N].astype(mx.float32)
+        return self.rows_of(values).astype(mx.float32)
 
-    def differentiate(
-        self, still: dict[str, mx.array], seen: dict[str, mx.array], moved: dict[str, mx.array]
-    ) -> tuple[dict[str, mx.array], dict[str, mx.array]]:
-        """Inputs by linear with the hidden states under HEAD, and gradients of the outputs."""
+    def rows_of(self, values: mx.array) -> mx.array:
+        """(N, ...) without padding."""
+        return values.reshape(-1, values.shape[-1])[self.rows.real_N]
 
-        def loss(shifts: dict[str, mx.array]) -> tuple[mx.array, dict[str, mx.array]]:
-            moved.clear()
-            moved.update(shifts)
-            hidden = run_rows(self.network, self.rows)
-            hidden_ND = hidden.reshape(-1, hidden.shape[-1])[self.rows.real_N]
-            targets_N = self._draw(mx.stop_gradient(hidden_ND))[0]
-            total = head_loss(hidden_ND, targets_N, self.head, head_trained=False)
-            return total, {**seen, HEAD: hidden}
+    def loss(self, hidden: mx.array) -> mx.array:
+        """Of the drawn tokens, summed."""
+        hidden_ND = self.rows_of(hidden)
+        targets_N = self.draw(mx.stop_gradient(hidden_ND))[0]
+        return head_loss(hidden_ND, targets_N, self.head, head_trained=False)
 
-        with packed_attention(self.network):
-            (total, inputs), gradients = mx.value_and_grad(loss)(still)
-        mx.eval(total, inputs, gradients)
-        return inputs, gradients
-
-    def head_weights(self, hidden: mx.array) -> mx.array:
-        """The weight of the logits: the gradient by one is its probability, less one if drawn."""
-        return self._draw(hidden.reshape(-1, hidden.shape[-1])[self.rows.real_N])[1]
-
-    def _draw(self, hidden_ND: mx.array) -> tuple[mx.array, mx.array]:
+    def draw(self, hidden_ND: mx.array) -> tuple[mx.array, mx.array]:
         """A next token for every hidden state, and the weight of the logits there."""
         parts = []
         for start in range(0, len(hidden_ND), self.head.chunk):
@@ -103,6 +136,22 @@ class _Batch:
             part = draw(logits_CV, mx.random.split(self.key, start + 2)[start + 1])
             parts.append(part)
         return mx.concatenate([p[0] for p in parts]), mx.concatenate([p[1] for p in parts])
+
+
+def _differentiate(
+    network: nn.Module, run: Drawn, shifts: Shifts
+) -> tuple[dict[str, mx.array], dict[str, mx.array]]:
+    """Inputs by linear with the hidden states under HEAD, and gradients of the outputs."""
+
+    def loss(moved: dict[str, mx.array]) -> tuple[mx.array, dict[str, mx.array]]:
+        shifts.moved = moved
+        hidden = run_rows(network, run.rows)
+        return run.loss(hidden), {**shifts.seen, HEAD: hidden}
+
+    with packed_attention(network):
+        (total, inputs), gradients = mx.value_and_grad(loss)(shifts.zeros(run.rows))
+    mx.eval(total, inputs, gradients)
+    return inputs, gradients
 
 
 def draw(logits_CV: mx.array, key: mx.array) -> tuple[mx.array, mx.array]:
@@ -114,19 +163,12 @@ def draw(logits_CV: mx.array, key: mx.array) -> tuple[mx.array, mx.array]:
     return token_C, square_C / p_CV.shape[1]
 
 
-def _still(watched: list[tuple[str, Any]], rows: Rows) -> dict[str, mx.array]:
-    """A zero to add to every output: what the loss is differentiated by."""
-    shape = rows.tokens_BT.shape
-    zero = mx.array(0.0)
-    return {n: mx.broadcast_to(zero, (*shape, linear_shape(m)[1])) for n, m in watched}
-
-
-def _moved(kind: Any, name: str, seen: dict[str, mx.array], moved: dict[str, mx.array]) -> type:
+def _moved(kind: Any, name: str, shifts: Shifts) -> type:
     class Moved(kind):
         def __call__(self, x: mx.array) -> mx.array:
-            seen[name] = x
+            shifts.seen[name] = x
             y = super().__call__(x)
-            return y + moved[name].astype(y.dtype)
+            return y + shifts.moved[name].astype(y.dtype)
 
     return Moved
 

@@ -14,7 +14,14 @@ from pippin.model.config import read_raw, with_rope_keys
 
 
 def load_network(folder: Path, dtype: mx.Dtype, remote_code: bool = False) -> nn.Module:
-    """The folder's model, frozen, in evaluation mode, its weights in memory.
+    """The folder's model, frozen, in evaluation mode, its weights in memory; see `map_network`."""
+    network = map_network(folder, dtype, remote_code)
+    mx.eval(network.parameters())
+    return network
+
+
+def map_network(folder: Path, dtype: mx.Dtype, remote_code: bool = False) -> nn.Module:
+    """The same, its weights to be read when they are used for the first time.
 
     On a GPU quantized modules stay quantized, their scales and biases in `dtype` like any other
     tensor; on a CPU, where MLX multiplies codes without a BLAS, they become dense. Raises
@@ -43,7 +50,6 @@ def load_network(folder: Path, dtype: mx.Dtype, remote_code: bool = False) -> nn
         network.set_dtype(dtype)  # small floats became bfloat16, in which they are exact
     network.freeze()
     network.eval()
-    mx.eval(network.parameters())
     return network
 
 

@@ -3,7 +3,8 @@
 Shape letters: N real tokens, D features.
 """
 
-from collections.abc import Collection, Sequence
+import contextlib
+from collections.abc import Collection, Generator, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -18,7 +19,7 @@ from pippin.engines.mlx.rows import Rows
 HEAD = "lm_head"
 
 
-class _Collector:
+class Collector:
     """Sums X^T X by linear. Neighbours that read the same tensor share one sum."""
 
     def __init__(self) -> None:
@@ -37,6 +38,13 @@ class _Collector:
         self.sums[name] = self.sums[name] + moment_DD if name in self.sums else moment_DD
         mx.eval(self.sums[name])  # or the inputs of all layers would wait in memory
 
+    def moments(self) -> dict[str, NDArray[np.float32]]:
+        """The sums by linear, on the host; the collector's own are spent."""
+        sums = {name: np.array(total) for name, total in self.sums.items()}
+        # The classes that watch hold the collector until cycles are looked for.
+        self.sums, self._last = {}, None
+        return {name: sums[owner] for name, owner in self.owner.items()}
+
 
 def input_moments(
     network: nn.Module, batches: Sequence[Rows], names: Collection[str] | None = None
@@ -45,25 +53,32 @@ def input_moments(
 
     With `names`, of those linears alone.
     """
-    collector = _Collector()
-    watched = [
-        (name, module, type(module))
+    collector = Collector()
+    watched = {
+        name: module
         for name, module in linears(network)
         if name != HEAD and (names is None or name in names)
-    ]
-    try:
-        for name, module, kind in watched:
-            module.__class__ = _watching(kind, name, collector)
+    }
+    with watching(watched, collector):
         for rows in batches:
             collector.real_N = rows.real_N
             hidden_BTD = run_rows(network, rows)
             if names is None or HEAD in names:
                 collector.add(HEAD, hidden_BTD)
+    return collector.moments()
+
+
+@contextlib.contextmanager
+def watching(watched: Mapping[str, Any], collector: Collector) -> Generator[None]:
+    """Inside, the collector sees what enters these linears."""
+    kinds = [(module, type(module)) for module in watched.values()]
+    try:
+        for name, module in watched.items():
+            module.__class__ = _watching(type(module), name, collector)
+        yield
     finally:
-        for _, module, kind in watched:
+        for module, kind in kinds:
             module.__class__ = kind
-    sums = {name: np.array(total) for name, total in collector.sums.items()}
-    return {name: sums[owner] for name, owner in collector.owner.items()}
 
 
 def linears(network: nn.Module) -> list[tuple[str, Any]]:
@@ -72,7 +87,7 @@ def linears(network: nn.Module) -> list[tuple[str, Any]]:
     return [(n, m) for n, m in found if not n.endswith(".base")]
 
 
-def _watching(kind: Any, name: str, collector: _Collector) -> type:
+def _watching(kind: Any, name: str, collector: Collector) -> type:
     class Watching(kind):
         def __call__(self, x: mx.array) -> mx.array:
             collector.add(name, x)

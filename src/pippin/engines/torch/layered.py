@@ -7,18 +7,18 @@ Shape letters: B rows, T tokens, N real tokens, D hidden.
 """
 
 import contextlib
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pippin.data.batches import Batch
+from pippin.engines.layered import ByLayer, Moments
 from pippin.engines.torch.body import body, plain_head
 from pippin.engines.torch.fisher import Weigher, drawn_predictions
 from pippin.engines.torch.load import empty_network, read_tensor
@@ -28,9 +28,6 @@ from pippin.engines.torch.rows import Rows, padded_rows
 from pippin.memory import LAYERED
 from pippin.model import names
 from pippin.model.weights import Tensors
-from pippin.quantizers.in_turn import outputs_of
-
-Moments: TypeAlias = dict[str, NDArray[np.float32]]
 
 
 @dataclass(kw_only=True)
@@ -45,52 +42,18 @@ class _Call:
     state_BTD: Tensor
 
 
-class LayeredModel:
-    """What calibration asks of a model, in the memory of a layer.
-
-    Moments come layer by layer: by inputs from the first layer on, by loss from the head down.
-    Asked for in that order, one round through the network gives them all.
-    """
+class LayeredModel(ByLayer):
+    """What calibration asks of a model, in the memory of a layer."""
 
     def __init__(self, network: PreTrainedModel, weights: Tensors, scratch: Path) -> None:
         """`network` has its layers on the meta device; `scratch` is a folder for hidden states."""
         self._network, self._weights, self._scratch = network, weights, scratch
         self._layers: Any = body(network).layers
         self._prefix = next(n for n, m in network.named_modules() if m is self._layers)
-        self._kind = ""
-        self._round: Iterator[Moments] = iter(())
         self.sequential = False
 
-    def input_moments(
-        self, batches: Sequence[Batch], names: Collection[str] | None = None
-    ) -> Moments:
-        """As Model.input_moments."""
-        return self._ask("inputs", lambda: self._by_inputs(batches), names)
-
-    def loss_moments(
-        self, batches: Sequence[Batch], names: Collection[str] | None = None, seed: int = 0
-    ) -> Moments:
-        """As LossWeigher.loss_moments."""
-        return self._ask("loss", lambda: self._by_loss(batches, seed), names)
-
-    def _ask(
-        self, kind: str, begin: Callable[[], Iterator[Moments]], names: Collection[str] | None
-    ) -> Moments:
-        """Go on until all are found; a layer that has passed, or another kind, takes a round."""
-        found: Moments = {}
-        if self._kind != kind:
-            self._kind, self._round = kind, iter(())
-        for again in (False, True):
-            if again:
-                self._round = begin()
-            for made in self._round:
-                asked = made.keys() if names is None else {*names, *map(outputs_of, names)}
-                found |= {n: m for n, m in made.items() if n in asked}
-                if names is not None and found.keys() >= set(names):
-                    return found
-        return found
-
-    def _by_inputs(self, batches: Sequence[Batch]) -> Iterator[Moments]:
+    def by_inputs(self, batches: Sequence[Batch]) -> Iterator[Moments]:
+        """As ByLayer's."""
         calls = [self._begin(batch) for batch in batches]
         for index in range(len(self._layers)):
             collector = Collector()
@@ -121,7 +84,8 @@ class LayeredModel:
             for call in calls:
                 call.state_BTD = layer(call.state_BTD, **call.asked[index])
 
-    def _by_loss(self, batches: Sequence[Batch], seed: int) -> Iterator[Moments]:
+    def by_loss(self, batches: Sequence[Batch], seed: int) -> Iterator[Moments]:
+        """As ByLayer's."""
         calls = [self._begin(batch) for batch in batches]
         for index in range(len(self._layers)):
             with self._loaded(index) as layer, torch.no_grad():
