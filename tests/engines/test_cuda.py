@@ -265,10 +265,11 @@ def test_a_steady_step_never_waits_and_going_ahead_changes_no_number(
 @pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="no FP8"
 )
-def test_frozen_weights_in_float8_train_nearly_alike(tiny, cuda, samples, pack, adapter):
+@pytest.mark.parametrize("kind", ["llama", "llama_bias"])
+def test_frozen_weights_in_float8_train_nearly_alike(kind, tiny, cuda, samples, pack, adapter):
     batch, losses = pack([samples]), {}
     for frozen in ("auto", "float8"):
-        model = cuda.load(tiny("llama"), "bfloat16")
+        model = cuda.load(tiny(kind), "bfloat16")
         train = Train(row_tokens=batch.tokens_BT.shape[1], frozen_dtype=frozen)
         trainer = model.trainer(train, Lora(rank=4), adapter(model), 0)
         losses[frozen] = [trainer.step([batch], 1e-3).loss_sum for _ in range(6)]
