@@ -9,12 +9,15 @@ Shape letters: H heads, K kv heads, T tokens, L tokens of one sample, C head cha
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx import nn
+from numpy.typing import NDArray
 
 from pippin.engines.mlx import elementwise
 from pippin.engines.mlx import slots as in_slots
@@ -22,52 +25,86 @@ from pippin.engines.mlx.gated import swiglu
 from pippin.engines.mlx.slots import Slots
 
 ATTEND = "scaled_dot_product_attention"
+BLOCK = 64  # tokens that attend in one call, if more are not one sample's: it spares calls
+HIDDEN = -1e30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packing:
-    """Stands where a layer expects its cache. `edges` are where segments begin, and the end.
+    """Stands where a layer expects its cache.
 
-    `offset` are the positions of all tokens (T,), which restart with every sample. `roots` is for
-    every segment the number of the one that it goes on from, None where a sample begins. With
-    `dense` the mask is an array (T, T), for models that compute attention themselves. With `slots`
-    samples of like length are computed together. Both take whole samples alone.
+    `edges` are where segments begin, and the end; `positions_T` restart with every sample. A
+    segment that begins at position p > 0 goes on from the last that began at 0, which has p tokens.
+    With `dense` the mask is an array (T, T), for models that compute attention themselves. With
+    `slots` samples of like length are computed together; they are whole then.
     """
 
     edges: tuple[int, ...]
-    roots: tuple[int | None, ...]
-    offset: mx.array
+    positions_T: NDArray[np.int32]
     dense: bool = False
     slots: Slots | None = None
+
+    @property
+    def offset(self) -> mx.array:
+        """What a rotary embedding asks of a cache: a position a token."""
+        return mx.array(self.positions_T)
 
     def make_mask(self, *_: Any, window_size: int | None = None, **__: Any) -> Any:
         """What mlx-lm asks of a cache before it runs the layers."""
         if self.dense:
-            return self._block_mask(window_size)
-        return Window(self.edges, self.roots, window_size, self.slots)
+            return mx.array(self._seen((0, self.edges[-1]), window_size))
+        if self.slots is not None:
+            return Window(window_size, self.slots)
+        bounds = self._blocks()
+        seen = [mx.array(self._seen(part, window_size)) for part in bounds]
+        return Blocks([stop for _, stop in bounds[:-1]], [mx.where(s, 0.0, HIDDEN) for s in seen])
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Nothing is kept."""
         return keys, values
 
-    def _block_mask(self, window: int | None) -> mx.array:
-        starts_T = mx.arange(len(self.offset)) - self.offset
-        return (starts_T[:, None] == starts_T[None]) & visible(len(self.offset), window)
+    def _blocks(self) -> list[tuple[int, int]]:
+        """Runs of samples, each with all that goes on from it: one, or up to `BLOCK` tokens."""
+        begins = [edge for edge in self.edges[:-1] if self.positions_T[edge] == 0]
+        starts, stop = [], 0
+        for begin, end in pairwise([*begins, self.edges[-1]]):
+            if not starts or end - starts[-1] > BLOCK:
+                starts.append(begin)
+            stop = end
+        return list(pairwise([*starts, stop]))
+
+    def _seen(self, part: tuple[int, int], window: int | None) -> Any:
+        """Of some tokens: true where a query (rows) sees a key, no further back than a window."""
+        tokens = np.arange(*part)
+        own = np.array(self.edges)[np.searchsorted(self.edges, tokens, "right") - 1]
+        before = self.positions_T[own]  # tokens of the beginning
+        roots = np.flatnonzero(self.positions_T == 0)
+        root = roots[np.searchsorted(roots, tokens, "right") - 1]
+        begun = (tokens >= root[:, None]) & (tokens < (root + before)[:, None])
+        seen = ((tokens >= own[:, None]) | begun) & (tokens <= tokens[:, None])
+        distance = np.subtract.outer(self.positions_T[tokens], self.positions_T[tokens])
+        return seen & (distance < (window or len(self.positions_T)))
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The mask of a packed row, in words. `size` limits how far back a token sees."""
+    """The mask of slots, in words. `size` limits how far back a token sees."""
 
-    edges: tuple[int, ...]
-    roots: tuple[int | None, ...]
     size: int | None
-    slots: Slots | None
+    slots: Slots
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Masks to add, one for each of the parts that a row is cut into at `edges`."""
+
+    edges: list[int]
+    masks: list[mx.array]
 
 
 @contextlib.contextmanager
 def packed_attention(network: nn.Module) -> Generator[None]:
-    """Inside, the network's attention understands a `Window`; any other mask goes its old way.
+    """Inside, the network's attention understands our masks; any other goes its old way.
 
     Its SwiGLU is the one that keeps less for the backward.
     """
@@ -101,44 +138,35 @@ def _attend(
     **kw: Any,
 ) -> mx.array:
     """mlx-lm's signature: (1, H, T, C) and (1, K, T, C) -> (1, H, T, C)."""
-    mask = kw.get("mask")
-    if not isinstance(mask, Window):
-        return own(query, key, value, *args, **kw)
-
-    call = functools.partial(_sample, window=mask.size, scale=kw["scale"], sinks=kw.get("sinks"))
-    if mask.slots is not None:
+    mask, rule = kw.get("mask"), {"scale": kw.get("scale"), "sinks": kw.get("sinks")}
+    if isinstance(mask, Window):
+        call = functools.partial(_samples, window=mask.size, **rule)
         return in_slots.attend(query, key, value, mask.slots, call)
-    inner = list(mask.edges[1:-1])
-    queries, *before = (
-        list(mx.split(x, inner, axis=2)) if inner else [x] for x in (query, key, value)
-    )
-    keys, values = (_whole(parts, mask.roots) for parts in before)
-    outs = [call(*qkv) for qkv in zip(queries, keys, values, strict=True)]
-    return mx.concatenate(outs, axis=2) if len(outs) > 1 else outs[0]
+    if isinstance(mask, Blocks):
+        if len(mask.masks) == 1:
+            return _block(query, key, value, mask.masks[0], **rule)
+        parts: Any = [mx.split(x, mask.edges, axis=2) for x in (query, key, value)]
+        outs = [_block(*qkvm, **rule) for qkvm in zip(*parts, mask.masks, strict=True)]
+        return mx.concatenate(outs, axis=2)
+    return own(query, key, value, *args, **kw)
 
 
-def _whole(parts: Sequence[mx.array], roots: Sequence[int | None]) -> list[mx.array]:
-    """Keys or values of every segment, those before it in its sample included."""
-    return [
-        own if root is None else mx.concatenate([parts[root], own], axis=2)
-        for own, root in zip(parts, roots, strict=True)
-    ]
-
-
-def _sample(
+def _samples(
     query: mx.array, key: mx.array, value: mx.array, *, window: int | None, **rule: Any
 ) -> mx.array:
-    """Samples, each in a row of its own; the queries are its last. `rule` are scale and sinks."""
-    if elementwise.on_cpu(query) and rule["sinks"] is None:
-        return elementwise.attend(query, key, value, rule["scale"], window)
-    mask = _mask(query.shape[2], key.shape[2], window)
+    """Whole samples, each in a row of its own. `rule` are scale and sinks."""
+    length = query.shape[2]
+    mask = visible(length, window) if window is not None and length > window else "causal"
     return mx.fast.scaled_dot_product_attention(query, key, value, mask=mask, **rule)
 
 
-def _mask(queries: int, length: int, window: int | None) -> Any:
-    if window is None or length <= window:
-        return "causal"
-    return visible(length, window)[length - queries :]
+def _block(
+    query: mx.array, key: mx.array, value: mx.array, mask: mx.array, **rule: Any
+) -> mx.array:
+    if elementwise.on_cpu(query) and rule["sinks"] is None:
+        return elementwise.attend(query, key, value, mask, rule["scale"])
+    mask = mask.astype(query.dtype)
+    return mx.fast.scaled_dot_product_attention(query, key, value, mask=mask, **rule)
 
 
 def visible(length: int, window: int | None) -> mx.array:

@@ -1,10 +1,8 @@
 """Exponentials. On a CPU MLX computes them one number at a time; here float32 is several at once.
 
-Shape letters: B samples, L tokens of one, Q its last ones, H heads, K kv heads, J heads a kv head,
-C channels.
+Shape letters: B rows, L tokens of one, H heads, K kv heads, J heads a kv head, C channels.
 """
 
-import functools
 from typing import Any
 
 import mlx.core as mx
@@ -14,14 +12,16 @@ LOG2_E = 1.4426950408889634
 # 2^f for f in [-1/2, 1/2], lowest power first: Taylor's, off by less than 1e-7 there.
 TERMS = tuple(np.log(2.0) ** n / np.prod(np.arange(1.0, n + 1)) for n in range(7))
 EXPONENT, BIAS = float(1 << 23), float(127 << 23)  # of float32's bits
-HIDDEN = -1e30
 
 
 def exp(x: mx.array) -> mx.array:
-    """e^x, not to be differentiated; on a CPU float32 ends at 2^-126 and 2^127."""
+    """e^x, not to be differentiated; on a CPU float32 ends at 2^-100 and 2^127.
+
+    What was divided by a sum would not be a normal number below that, which products are slow with.
+    """
     if not on_cpu(x):
         return mx.exp(x)
-    power = mx.clip(x * LOG2_E, -126.0, 127.0)
+    power = mx.clip(x * LOG2_E, -100.0, 127.0)
     whole = mx.round(power)
     part = power - whole
     value = part * TERMS[-1] + TERMS[-2]
@@ -44,27 +44,19 @@ def logsumexp(x: mx.array) -> mx.array:
 
 
 def attend(
-    query: mx.array, key: mx.array, value: mx.array, scale: float, window: int | None
+    query: mx.array, key: mx.array, value: mx.array, mask_LL: mx.array, scale: float
 ) -> mx.array:
-    """Causal attention of samples' last Q tokens: (B, H, Q, C), (B, K, L, C) -> (B, H, Q, C)."""
-    rows, _, queries, channels = query.shape
-    query_BKJQC = query.reshape(rows, key.shape[1], -1, queries, channels) * scale
-    scores_BKJQL = query_BKJQC @ key[:, :, None].swapaxes(-1, -2)
-    chances_BKJQL: Any = _softmax(scores_BKJQL + _hidden(queries, key.shape[2], window))
-    return (chances_BKJQL @ value[:, :, None]).reshape(query.shape)
+    """Attention with a mask that is added: (B, H, L, C), (B, K, L, C) -> (B, H, L, C)."""
+    rows, _, length, channels = query.shape
+    query_BKJLC = query.reshape(rows, key.shape[1], -1, length, channels) * scale
+    scores_BKJLL = query_BKJLC @ key[:, :, None].swapaxes(-1, -2) + mask_LL
+    chances_BKJLL: Any = _softmax(scores_BKJLL)
+    return (chances_BKJLL @ value[:, :, None]).reshape(query.shape)
 
 
 def on_cpu(x: mx.array) -> bool:
     """Whether the functions here are faster than MLX's."""
     return x.dtype == mx.float32 and mx.default_device() == mx.cpu
-
-
-@functools.lru_cache(maxsize=256)
-def _hidden(queries: int, length: int, window: int | None) -> mx.array:
-    """(Q, L), to add: 0 where a query sees a key. `where` is slow on a CPU."""
-    distance = np.subtract.outer(np.arange(length - queries, length), np.arange(length))
-    seen = (distance >= 0) & (distance < (window or length))
-    return mx.array(np.where(seen, 0.0, HIDDEN).astype(np.float32))
 
 
 @mx.custom_function

@@ -10,6 +10,7 @@ from mlx import nn
 
 from pippin.engines import Weights
 from pippin.engines.arrays import adapted, find_magnitude, find_pair
+from pippin.engines.mlx.narrow import widened_product
 from pippin.errors import ModelError
 
 LINEARS = (nn.Linear, nn.QuantizedLinear)
@@ -149,7 +150,7 @@ def _adapted(base: Any, name: str, weights: Weights, scale: float, dropout: floa
 def _product(base: Any, x: mx.array) -> mx.array:
     """x W^T, without the bias."""
     if "scales" not in base:
-        return x @ base.weight.T
+        return widened_product(x, base.weight)
     rule = {"group_size": base.group_size, "bits": base.bits, "mode": base.mode}
     return mx.quantized_matmul(x, base.weight, base.scales, base.get("biases"), **rule)
 

@@ -11,7 +11,8 @@ import mlx.core as mx
 from pippin.engines.mlx.body import Head, scalar
 from pippin.engines.mlx.elementwise import exp
 
-CACHED = 400_000  # bytes of logits that a CPU reads again and again: its nearest caches hold them
+CHUNK = 1 << 23  # bytes of logits that a CPU makes at a time
+CACHED = 400_000  # bytes of them that it reads again and again: its nearest caches hold them
 
 
 def head_loss(
@@ -51,11 +52,12 @@ def _chunks(
 ) -> tuple[mx.array, ...]:
     """The loss, the gradient of the hidden states, and that of the weight where it is given."""
     loss, grads, grad_VD = mx.array(0.0), [], None
-    for start in range(0, len(targets_S), head.chunk):
-        hidden_CD = hidden_SD[start : start + head.chunk]
+    size = head.chunk if has_kernel() else min(head.chunk, max(16, CHUNK // (4 * head.vocab)))
+    for start in range(0, len(targets_S), size):
+        hidden_CD = hidden_SD[start : start + size]
         if grads:  # one chunk's logits at a time
             hidden_CD = mx.depends([hidden_CD], [grads[-1]])[0]
-        target_C1 = targets_S[start : start + head.chunk, None]
+        target_C1 = targets_S[start : start + size, None]
         products_CV = head.products(hidden_CD)
         chunk_loss, d_CV = _chunk(products_CV, target_C1, head)
         loss = loss + chunk_loss

@@ -11,6 +11,7 @@ from mlx.utils import tree_flatten
 from pippin.engines import Weights
 from pippin.engines.arrays import adapted
 from pippin.engines.mlx.lora import add_adapter
+from pippin.engines.mlx.narrow import keep_narrow
 from pippin.errors import ModelError
 from pippin.model.config import read_raw
 from pippin.model.weights import Checkpoint
@@ -34,7 +35,12 @@ class Place:
 
 
 def lora_places(network: nn.Module, lora: Lora, weights: Weights) -> dict[str, Place]:
-    """Add the adapter's layers; their tensors: `<linear>.lora_A.weight`, its lora_B, DoRA's."""
+    """Add the adapter's layers; their tensors: `<linear>.lora_A.weight`, its lora_B, DoRA's.
+
+    All else is frozen: a CPU keeps it in few bytes.
+    """
+    if mx.default_device() == mx.cpu:
+        keep_narrow(network)
     scale = dict.fromkeys(adapted(weights), lora.scale)
     layers = add_adapter(network, weights, scale, lora.dropout)
     return {

@@ -38,15 +38,13 @@ def find_ability(network: nn.Module) -> Ability:
     """The fastest layout that gives the network's own numbers and keeps samples apart."""
     wanted_TD = hidden_states(network, probe_tokens(network, SECOND, seed=1))[0]
     on_cpu = mx.default_device() == mx.cpu
-    if on_cpu and _exact(network, packed_rows, wanted_TD, shared=SHARED):
-        return Ability(layout=packed_rows, packs=True, shares=True)
-    layout = packed_rows if on_cpu else slotted_rows
-    if _exact(network, layout, wanted_TD):
-        return Ability(layout=layout, packs=True)
+    layout, shared = (packed_rows, SHARED) if on_cpu else (slotted_rows, 0)
+    if _exact(network, layout, wanted_TD, shared):
+        return Ability(layout=layout, packs=True, shares=shared > 0)
     name = f"mlx-lm's {type(network).__module__.rpartition('.')[2]}"
-    if _exact(network, masked_rows, wanted_TD):
+    if _exact(network, masked_rows, wanted_TD, SHARED):
         text = f"{name} computes attention itself; a block mask is used, which is slower"
-        return Ability(layout=masked_rows, packs=True, notice=text)
+        return Ability(layout=masked_rows, packs=True, shares=True, notice=text)
     return Ability(layout=padded_rows, packs=False)
 
 
@@ -59,7 +57,7 @@ def run_rows(network: nn.Module, rows: Rows, *, whole: bool = False) -> mx.array
         return run(rows.tokens_BT, cache=rows.cache(network))
 
 
-def _exact(network: nn.Module, layout: Layout, wanted_TD: mx.array, shared: int = 0) -> bool:
+def _exact(network: nn.Module, layout: Layout, wanted_TD: mx.array, shared: int) -> bool:
     """Whether the second of two samples is computed alone, its first `shared` tokens apart."""
     try:
         batches = [_two_samples(network, seed, shared) for seed in (2, 3)]

@@ -50,35 +50,43 @@ def packed_rows(batch: Batch, *, dense: bool = False) -> Rows:
 
 
 def _packing(positions_N: NDArray[np.int32], segments_N: NDArray[np.int32], dense: bool) -> Packing:
-    """Where segments begin, and which of them go on from the last that began at position 0."""
-    begins_N = positions_N == 0
-    starts = np.flatnonzero(begins_N | (np.diff(segments_N, prepend=0) != 0))
-    roots: list[int | None] = []
-    root = 0
-    for number, begins in enumerate(begins_N[starts].tolist()):
-        root = number if begins else root
-        roots.append(None if begins else root)
-    edges = (*starts.tolist(), len(positions_N))
-    return Packing(edges=edges, roots=tuple(roots), offset=mx.array(positions_N), dense=dense)
+    edges = (*_starts(positions_N, segments_N).tolist(), len(positions_N))
+    return Packing(edges=edges, positions_T=positions_N, dense=dense)
+
+
+def _starts(positions_N: NDArray[np.int32], segments_N: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Where segments begin: samples, and what goes on from a beginning."""
+    return np.flatnonzero((positions_N == 0) | (np.diff(segments_N, prepend=0) != 0))
 
 
 def cut(batch: Batch, tokens: int) -> list[Batch]:
     """The batch's samples in parts of at least `tokens`, each part one row.
 
-    What goes on from a beginning stays with it.
+    A beginning stands in every part that goes on from it; longer ones wait for more of that.
     """
     keep_BT = (batch.segments_BT > 0) | batch.scored_BT
     names = ("tokens_BT", "positions_BT", "segments_BT", "scored_BT")
     flat = {name: getattr(batch, name)[keep_BT] for name in names}
-    bounds = [0]
-    for start in np.flatnonzero(flat["positions_BT"] == 0).tolist():
-        if start >= bounds[-1] + tokens:
-            bounds.append(start)
-    ends = [*bounds[1:], int(keep_BT.sum())]
-    return [
-        Batch(**{name: array[None, start:end] for name, array in flat.items()})
-        for start, end in zip(bounds, ends, strict=True)
-    ]
+    segments_N = flat["segments_BT"]
+    owner_N = np.where(segments_N == 0, np.roll(segments_N, 1), segments_N)  # if only predicted
+    places = _parts(flat["positions_BT"], owner_N, tokens)
+    return [Batch(**{n: array[part][None] for n, array in flat.items()}) for part in places]
+
+
+def _parts(
+    positions_N: NDArray[np.int32], segments_N: NDArray[np.int32], tokens: int
+) -> list[NDArray[np.int64]]:
+    parts: list[list[NDArray[np.int64]]] = [[]]
+    root, size = np.arange(0), 0
+    for segment in np.split(np.arange(len(positions_N)), _starts(positions_N, segments_N)[1:]):
+        begins = positions_N[segment[0]] == 0
+        wanted = tokens if begins else max(tokens, len(root) + min(len(root), tokens))
+        if size >= wanted and (begins or parts[-1][-1] is not root):
+            parts.append([] if begins else [root])
+            size = sum(map(len, parts[-1]))
+        parts[-1].append(segment)
+        root, size = segment if begins else root, size + len(segment)
+    return [np.concatenate(part) for part in parts]
 
 
 def slotted_rows(batch: Batch) -> Rows:
@@ -87,9 +95,9 @@ def slotted_rows(batch: Batch) -> Rows:
     assert rows.packing is not None
     count = len(rows.real_N)
     missing = slots.TILE - count % slots.TILE
-    edges, roots = (*rows.packing.edges, count + missing), (*rows.packing.roots, None)
-    offset = mx.concatenate([rows.packing.offset, mx.arange(missing, dtype=mx.int32)])
-    packing = Packing(edges=edges, roots=roots, offset=offset, slots=slots.find_slots(edges))
+    edges = (*rows.packing.edges, count + missing)
+    positions_T = np.append(rows.packing.positions_T, np.arange(missing, dtype=np.int32))
+    packing = Packing(edges=edges, positions_T=positions_T, slots=slots.find_slots(edges))
     tokens_BT = mx.pad(rows.tokens_BT, [(0, 0), (0, missing)])
     return replace(rows, tokens_BT=tokens_BT, packing=packing)
 

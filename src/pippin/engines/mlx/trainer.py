@@ -85,7 +85,7 @@ class MlxTrainer:
         sums = self._sums(batches)
         loss, norm = self.optimizer.update(sums, learning_rate, self.books.updates + 1)
         if mx.default_device() != mx.cpu:
-            self._ahead = [(batch, self._parts(batch)) for batch in upcoming()]
+            self._ahead = [(batch, self._laid_out(batch)) for batch in upcoming()]
         result = StepResult(loss_sum=scalar(loss), tokens=sums.tokens, grad_norm=scalar(norm))
         if self.books.enter(result):
             self.books.watch(learning_rate, partial(_moved, before, self.optimizer.masters))
@@ -116,11 +116,11 @@ class MlxTrainer:
 
     def _laid_out(self, batch: Batch) -> list[Rows]:
         held = (parts for ahead, parts in self._ahead if ahead is batch)
-        return next(held, None) or self._parts(batch)
+        return next(held, None) or self._parts(batch, drops=bool(self.drops))
 
-    def _parts(self, batch: Batch) -> list[Rows]:
+    def _parts(self, batch: Batch, *, drops: bool) -> list[Rows]:
         """On a CPU, where more tokens at a time are no faster, as few as keep it busy."""
-        batch = self._spared(batch, drops=bool(self.drops))
+        batch = self._spared(batch, drops=drops)
         parts = [batch]
         if self.ability.packs and mx.default_device() == mx.cpu:
             parts = cut(batch, BUSY)
@@ -142,11 +142,8 @@ class MlxTrainer:
         """Summed loss in nats and count of scored tokens; no gradient, dropout off."""
         self._draw_from(None)
         self._put(self.optimizer.masters)
-        rows = self._rows(self._spared(batch, drops=False))
-        if self.head is None:
-            return scalar(self._loss_of_forward(rows)), batch.scored_tokens
-        hidden_SD = self._hidden(rows)
-        return plain_loss(hidden_SD, rows.targets_S, self.head), batch.scored_tokens
+        losses = [self._plain_loss(rows) for rows in self._parts(batch, drops=False)]
+        return sum(losses), batch.scored_tokens
 
     def weights(self) -> Weights:
         """The trainable tensors in float32 on the host, by checkpoint name."""
@@ -168,6 +165,11 @@ class MlxTrainer:
             return self._loss_of_forward(rows)
         hidden_SD = self._hidden(rows)
         return head_loss(hidden_SD, rows.targets_S, self.head, head_trained=self.head_trained)
+
+    def _plain_loss(self, rows: Rows) -> float:
+        if self.head is None:
+            return scalar(self._loss_of_forward(rows))
+        return plain_loss(self._hidden(rows), rows.targets_S, self.head)
 
     def _rows(self, batch: Batch) -> Rows:
         self.loaded.refuse_long(int(batch.positions_BT.max()) + 1)
