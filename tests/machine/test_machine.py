@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from pippin import machine
+from pippin.engines import host
 from pippin.machine import Accelerator, find_machine
 
 GB = 10**9
@@ -58,13 +59,14 @@ def test_older_container(files):
     assert machine.memory() == (4 * GB, 3 * GB)
 
 
-def test_quota_of_cores(files, monkeypatch):
-    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
-    assert machine.cores() == 16
-    files["/sys/fs/cgroup/cpu.max"] = "150000 100000"
-    assert machine.cores() == 1
-    files["/sys/fs/cgroup/cpu.max"] = "max 100000"
-    assert machine.cores() == 16
+def test_quota_of_cores(tmp_path, monkeypatch):
+    quota = tmp_path / "cpu.max"
+    monkeypatch.setattr(host, "QUOTA", quota)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
+    assert host.cores() == 16
+    for text, cores in (("150000 100000", 1), ("max 100000", 16), ("400000 100000", 4)):
+        quota.write_text(text)
+        assert host.cores() == cores
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/cpuinfo")

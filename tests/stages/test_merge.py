@@ -377,6 +377,7 @@ def test_an_adapter_of_a_rounded_base_goes_into_the_whole_weights(
         ("a nudged norm", "norm.weight .* as it is stored there, that can be 0 at most"),
         ("another linear", "up_proj.* 1.4 of its size away .* can be 0.53 at most"),
         ("a shorter norm", r"norm.weight .* has shape \(32,\); .* has \(31,\)"),
+        ("one layer more", r"small lacks 9 weights of .*other, such as model.layers.2.input_lay"),
     ],
 )
 def test_a_rounded_base_of_another_model_is_refused(
@@ -392,6 +393,9 @@ def test_a_rounded_base_of_another_model_is_refused(
         weights[name] = weights[name] * np.float32(1.001)
     elif change == "another linear":
         weights[name] = np.random.default_rng(0).permuted(weights[name])
+    elif change == "one layer more":
+        layer = {n.replace(".1.", ".2."): w for n, w in weights.items() if ".1." in n}
+        weights |= layer
     else:
         weights[name] = weights[name][:-1]
     save_file(weights, other / "model.safetensors", {"format": "pt"})

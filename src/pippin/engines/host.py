@@ -4,17 +4,24 @@ import ctypes
 import os
 import resource
 import sys
+from pathlib import Path
 
 from pippin.errors import UsageError
 
+QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds of a period, or `max`, and the period
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt, malloc.h
 LARGE = 4 << 20  # bytes; smaller ones cost 6 to 10 % of a step's time, larger ones save no memory
 PRODUCTS = 64  # shapes of products; a step of one length has about 40
 
 
 def cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores this process may use: its affinity, and the container's quota."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    limit = QUOTA.read_text() if QUOTA.is_file() else ""
+    quota, _, period = limit.partition(" ")
+    if quota.isdigit() and period.strip().isdigit():
+        allowed = min(allowed or 1, max(1, int(quota) // int(period)))
+    return allowed or 1
 
 
 def peak_resident() -> int:

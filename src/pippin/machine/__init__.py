@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 
 from pippin.engines import ENGINES
+from pippin.engines.host import cores
 
 GIB = 2**30
 # Of the memory that CPU and GPU share, what Metal recommends to take at most (see chips.toml).
@@ -103,15 +104,6 @@ def chip_name() -> str:
         return _output("sysctl", "-n", "machdep.cpu.brand_string") or "Apple"
     match = re.search(r"^model name\s*:\s*(.+)$", _text("/proc/cpuinfo"), re.MULTILINE)
     return match[1].strip() if match else platform.processor() or platform.machine()
-
-
-def cores() -> int:
-    """Cores this process may use: its affinity, and the container's quota."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    quota, _, period = _text("/sys/fs/cgroup/cpu.max").partition(" ")
-    if quota.isdigit() and period.strip().isdigit():
-        allowed = min(allowed or 1, max(1, int(quota) // int(period)))
-    return allowed or 1
 
 
 def memory() -> tuple[int, int]:

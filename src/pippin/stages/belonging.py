@@ -6,6 +6,7 @@ import numpy as np
 
 from pippin import artifact
 from pippin.errors import ModelError
+from pippin.figures import counted
 from pippin.model import names
 from pippin.model.adapter import Adapter
 from pippin.model.quantized import DenseView
@@ -69,6 +70,7 @@ def compare_weights(rounded: Path, model: Path) -> str:
     tells a model from one that was tuned a little; codes must lie as near as their bits allow.
     """
     small, whole = DenseView(rounded), DenseView(model)
+    _refuse_missing(small, whole)
     moved = [0.0]
     for name in small.tensors:
         distance, allowed = _distance(small, whole, name), _allowed(small, name)
@@ -84,6 +86,20 @@ def compare_weights(rounded: Path, model: Path) -> str:
         f"the adapter was trained on {rounded}: its weights are this model's, at most "
         f"{max(moved):.2g} of a tensor's size away"
     )
+
+
+def _refuse_missing(small: DenseView, whole: DenseView) -> None:
+    """Raise ModelError for weights that `whole` alone has, but for the copy of a tied head."""
+    needed = {name for name in whole.tensors if name.endswith(".weight")}
+    if whole.config.tied_embeddings:
+        needed.discard(names.HEAD)
+    missing = needed - small.tensors.keys()
+    if missing:
+        raise ModelError(
+            f"{small.checkpoint.folder} lacks {counted(len(missing), 'weight')} of "
+            f"{whole.checkpoint.folder}, such as {min(missing, key=names.natural)}",
+            "model.adapter_base is the whole of model.source in fewer bits",
+        )
 
 
 def _distance(small: DenseView, whole: DenseView, name: str) -> float:

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pippin.engines.host import cores
 from pippin.errors import ModelError
-from pippin.machine import cores
 from pippin.model import names
 from pippin.model.quantized import dequantize, pack, unpack
 from pippin.model.weights import Tensors, Writer, is_finite, row_chunks
