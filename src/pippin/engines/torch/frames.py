@@ -93,6 +93,7 @@ class Frame:
             self.below = self.whole[self.outputs :, : self.inputs]
             self.beside = self.whole[: self.outputs, self.inputs :]
         if self.constant:
+            assert self.bias_O is not None
             self.beside[:, self.rank] = self.bias_O
 
     def adopt(self) -> None:
