@@ -97,7 +97,7 @@ class Trainer(Protocol):
 
         Where the loss or the gradient norm is not finite, no update is made; the result tells.
         `upcoming` gives the batches that the next call will bring: an engine that waits for its
-        device may move them there meanwhile.
+        device may begin with them meanwhile. Other batches may still come.
         """
         ...
 
