@@ -194,10 +194,12 @@ class Forecast:
         return engine == "jax" or (self.device != "mps" and self.itemsize == 2)
 
     def _packed(self) -> float:
-        """Bytes of a linear's weight in codes, scale and bias included; 0 for dense ones."""
-        asked = self.facts.config.quantization or {}
-        bits, group = asked.get("bits", 0), asked.get("group_size", 0)
-        torch = self.recipe.model.engine == "torch"
+        """Bytes of a linear's weight in codes, scale and bias included; 0 for those in b bytes."""
+        asked, engine = self.facts.config.quantization or {}, self.recipe.model.engine
+        if engine == "mlx" and self.device == "cpu" and not asked:  # it keeps a file's two bytes
+            frozen = self.recipe.train.method == "lora"
+            return 2.0 if frozen and self.facts.config.dtype == "bfloat16" else 0.0
+        bits, group, torch = asked.get("bits", 0), asked.get("group_size", 0), engine == "torch"
         fits = bits == 4 and group in PACKED_GROUPS if torch else group > 0
         if not (fits and self.trains_over_codes):
             return 0.0
@@ -215,9 +217,7 @@ class Forecast:
 
     @property
     def _rate(self) -> float | None:
-        if self.device != "cpu":
-            return None
-        return self.machine.gflops * 1e9 * REACHED
+        return self.machine.gflops * 1e9 * REACHED if self.device == "cpu" else None
 
     def merge(self) -> Need:
         """One tensor and its delta; a whole model on disk."""

@@ -6,10 +6,14 @@ parameters (benchmarks/results, mlx-w1-bf16).
 Letters: n tokens at once, D hidden, F feed-forward, H heads, V vocabulary, b bytes of an element.
 """
 
+from dataclasses import replace
+
 from pippin.memory.layers import Shape, TrainShape, family_of, narrow, widths
 from pippin.memory.training import TrainBytes, weight_bytes
 
-CHUNK = 64 << 20  # logits in float32 that exist at once (engines/mlx/body.py)
+CHUNK = 64 << 20  # logits in float32 that exist at once (engines/mlx/body.py),
+CPU_CHUNK = 8 << 20  # and on a CPU (loss.py), if not of fewer tokens than
+LEAST = 16
 BUSY = 256  # tokens that a CPU computes at once, in whole samples
 SLOTS = 2.4  # of a GPU's copies, in lengths that are rounded up: samples of 216 tokens on average
 
@@ -21,12 +25,14 @@ def mlx_bytes(shape: Shape, train: TrainShape) -> TrainBytes:
     cut = n < train.tokens or train.accumulates
     early = 4 * t if cut else 0  # gradients of the parts before
     casts = train.itemsize * t if train.itemsize < 4 or train.adapted else 0
+    weights = 0 if train.full and train.itemsize == 4 else weight_bytes(shape, train)
+    wide = weight_bytes(shape, replace(train, packed=0.0)) if train.device == "cpu" else 0
     return TrainBytes(
-        weights=0 if train.full and train.itemsize == 4 else weight_bytes(shape, train),
+        weights=weights,
         masters=4 * t,
         moments=8 * t,
         gradients=4 * t,
-        at_start=0,
+        at_start=max(0, wide - weights),  # while they are loaded
         kept=count * (ends if train.checkpointing else layer) + early + casts,
         at_loss=_loss(shape, train, n) + 3 * ends,
         in_backward=4 * t + _backward(shape, train, n),
@@ -78,6 +84,7 @@ def _backward(shape: Shape, train: TrainShape, n: int) -> int:
 
 def _loss(shape: Shape, train: TrainShape, n: int) -> int:
     """A chunk of logits: products, logits, gradient."""
-    chunk = min(CHUNK, 4 * n * shape.vocab_size)
+    most = max(CPU_CHUNK, LEAST * 4 * shape.vocab_size) if train.device == "cpu" else CHUNK
+    chunk = min(most, 4 * n * shape.vocab_size)
     head = 8 * shape.vocab_size * shape.hidden_size if train.full else 0
     return 3 * chunk + head

@@ -33,21 +33,18 @@ HIDDEN = -1e30
 class Packing:
     """Stands where a layer expects its cache.
 
-    `edges` are where segments begin, and the end; `positions_T` restart with every sample. A
-    segment that begins at position p > 0 goes on from the last that began at 0, which has p tokens.
-    With `dense` the mask is an array (T, T), for models that compute attention themselves. With
-    `slots` samples of like length are computed together; they are whole then.
+    `edges` are where segments begin, and the end; `positions_T` restart with every sample, `offset`
+    are the same for rotary embeddings. A segment that begins at position p > 0 goes on from the
+    last that began at 0, which has p tokens. With `dense` the mask is an array (T, T), for models
+    that compute attention themselves. With `slots` samples of like length are computed together;
+    they are whole then.
     """
 
     edges: tuple[int, ...]
     positions_T: NDArray[np.int32]
+    offset: mx.array
     dense: bool = False
     slots: Slots | None = None
-
-    @property
-    def offset(self) -> mx.array:
-        """What a rotary embedding asks of a cache: a position a token."""
-        return mx.array(self.positions_T)
 
     def make_mask(self, *_: Any, window_size: int | None = None, **__: Any) -> Any:
         """What mlx-lm asks of a cache before it runs the layers."""

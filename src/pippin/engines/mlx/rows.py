@@ -40,18 +40,19 @@ def packed_rows(batch: Batch, *, dense: bool = False) -> Rows:
     """All samples of the batch in one row (1, N), without padding."""
     keep_BT, scored_S = batch.segments_BT > 0, np.flatnonzero(batch.scored_BT)
     place_N, tokens_N = np.cumsum(keep_BT) - 1, batch.tokens_BT[keep_BT]
+    positions_N = batch.positions_BT[keep_BT]
+    edges = (*_starts(positions_N, batch.segments_BT[keep_BT]).tolist(), len(tokens_N))
     return Rows(
         tokens_BT=mx.array(tokens_N[None]),
         index_S=mx.array(place_N[scored_S - 1]),
         targets_S=mx.array(batch.tokens_BT.ravel()[scored_S]),
         real_N=mx.arange(len(tokens_N)),
-        packing=_packing(batch.positions_BT[keep_BT], batch.segments_BT[keep_BT], dense),
+        packing=_packing(edges, positions_N, dense=dense),
     )
 
 
-def _packing(positions_N: NDArray[np.int32], segments_N: NDArray[np.int32], dense: bool) -> Packing:
-    edges = (*_starts(positions_N, segments_N).tolist(), len(positions_N))
-    return Packing(edges=edges, positions_T=positions_N, dense=dense)
+def _packing(edges: tuple[int, ...], positions_T: NDArray[np.int32], **how: Any) -> Packing:
+    return Packing(edges=edges, positions_T=positions_T, offset=mx.array(positions_T), **how)
 
 
 def _starts(positions_N: NDArray[np.int32], segments_N: NDArray[np.int32]) -> NDArray[np.int64]:
@@ -76,6 +77,7 @@ def cut(batch: Batch, tokens: int) -> list[Batch]:
 def _parts(
     positions_N: NDArray[np.int32], segments_N: NDArray[np.int32], tokens: int
 ) -> list[NDArray[np.int64]]:
+    """Where the tokens of each part stand."""
     parts: list[list[NDArray[np.int64]]] = [[]]
     root, size = np.arange(0), 0
     for segment in np.split(np.arange(len(positions_N)), _starts(positions_N, segments_N)[1:]):
@@ -97,7 +99,7 @@ def slotted_rows(batch: Batch) -> Rows:
     missing = slots.TILE - count % slots.TILE
     edges = (*rows.packing.edges, count + missing)
     positions_T = np.append(rows.packing.positions_T, np.arange(missing, dtype=np.int32))
-    packing = Packing(edges=edges, positions_T=positions_T, slots=slots.find_slots(edges))
+    packing = _packing(edges, positions_T, slots=slots.find_slots(edges))
     tokens_BT = mx.pad(rows.tokens_BT, [(0, 0), (0, missing)])
     return replace(rows, tokens_BT=tokens_BT, packing=packing)
 
