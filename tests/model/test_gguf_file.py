@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from pippin.errors import ModelError
+from pippin.model.gguf_contents import read_contents
 from pippin.model.gguf_file import convert, open_gguf
 from pippin.model.source import locate
 from pippin.model.weights import Checkpoint
@@ -138,6 +139,20 @@ def test_weights_are_those_the_file_was_made_from(tiny: Tiny, tmp_path: Path, ki
         np.testing.assert_allclose(found, want, atol=0.02, err_msg=name)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert loaded.config.head_dim == 8 if "head_dim" in loaded.config else kind == "qwen2"
+
+
+def test_contents_are_those_that_the_package_reads(tiny: Tiny, tmp_path: Path) -> None:
+    _write_gguf(tiny("llama"), tmp_path / "tiny.gguf", "llama")
+    fields, tensors = read_contents(tmp_path / "tiny.gguf")
+    theirs = gguf.GGUFReader(tmp_path / "tiny.gguf")
+    head = {"GGUF.version", "GGUF.tensor_count", "GGUF.kv_count"}
+    assert fields == {k: f.contents() for k, f in theirs.fields.items() if k not in head}
+    assert list(tensors) == [tensor.name for tensor in theirs.tensors]
+    for tensor in theirs.tensors:
+        found = tensors[tensor.name]
+        assert found.shape == tuple(tensor.shape[::-1])
+        assert found.tensor_type == tensor.tensor_type
+        assert found.data.tobytes() == tensor.data.tobytes()
 
 
 @pytest.mark.torch

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from pippin.errors import ModelError
 from pippin.model import names
 from pippin.model.config import write_raw
+from pippin.model.gguf_contents import Stored, read_contents
 from pippin.model.weights import Spec, Writer, row_chunks
 
 _CHUNK_BYTES = 32 << 20
@@ -35,7 +36,7 @@ class GgufFile:
     path: Path
     arch: str
     fields: dict[str, Any]
-    tensors: dict[str, Any]
+    tensors: dict[str, Stored]
 
     def figure(self, key: str, default: Any = None) -> Any:
         """A figure of the architecture's table."""
@@ -47,12 +48,9 @@ class GgufFile:
 
 def open_gguf(path: Path) -> GgufFile:
     """Raises ModelError for what is no GGUF file, was cut off, or cannot be converted."""
-    from gguf import GGUFReader
-
     try:
-        reader = GGUFReader(path)
-        fields = {key: field.contents() for key, field in reader.fields.items()}
-    except (ValueError, IndexError, KeyError) as error:
+        fields, tensors = read_contents(path)
+    except ValueError as error:
         raise ModelError(
             f"{path} cannot be read as GGUF: {error}", "the file was cut off, or is something else"
         ) from error
@@ -62,7 +60,6 @@ def open_gguf(path: Path) -> GgufFile:
             f"{path} is a {arch or 'nameless'} model, and not {', '.join(_ARCHITECTURES)}",
             "give the model's safetensors folder or hub id",
         )
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
     file = GgufFile(path=path, arch=arch, fields=fields, tensors=tensors)
     _refuse_unknown(file)
     return file
@@ -93,7 +90,7 @@ def make_config(file: GgufFile) -> dict[str, Any]:
     return {
         "architectures": [architecture],
         "model_type": model_type,
-        "vocab_size": int(file.tensors["token_embd.weight"].shape[1]),
+        "vocab_size": int(file.tensors["token_embd.weight"].shape[0]),
         "hidden_size": hidden,
         "intermediate_size": file.figure("feed_forward_length"),
         "num_hidden_layers": file.figure("block_count"),
@@ -134,9 +131,8 @@ def _target(file: GgufFile, source: str) -> str:
     return target
 
 
-def _spec(tensor: Any) -> Spec:
-    # GGUF counts its axes from the innermost.
-    return Spec(shape=tuple(int(n) for n in reversed(tensor.shape)), dtype=_BFLOAT16)
+def _spec(tensor: Stored) -> Spec:
+    return Spec(shape=tensor.shape, dtype=_BFLOAT16)
 
 
 def _row_chunks(file: GgufFile, source: str) -> Iterator[tuple[int, NDArray[np.float32]]]:
