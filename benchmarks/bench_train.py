@@ -2,7 +2,8 @@
 
 Question -> SQL rows and the built-in small model. Both sides take the same samples in the same
 updates with the same first adapter; each side runs in a process of its own with as many threads, so
-CPU-seconds compare. Trainer pads its batches, pippin packs them; only real tokens count.
+CPU-seconds compare. Trainer pads its batches, pippin packs them and computes what samples of an
+update begin with in common once; only real tokens count, each as often as it stands in the data.
 """
 
 import json
@@ -21,7 +22,8 @@ import numpy as np
 
 import common
 from pippin import recipe
-from pippin.data.batches import Sample, lay_out
+from pippin.data.batches import Sample, lay_out, without_unread
+from pippin.data.beginnings import share_beginnings
 from pippin.engines import Weights, load_engine
 
 LORA = recipe.Lora(rank=16, alpha=32.0, targets=("all-linear",))
@@ -40,18 +42,21 @@ def main() -> None:
     parser = common.arguments(__doc__ or "")
     parser.add_argument("--side", choices=SIDES, help="run one side alone, in this process")
     parser.add_argument("--threads", type=int, default=1, help="of every side")
+    parser.add_argument("--shuffled", action="store_true", help="samples in random order")
     parser.add_argument("--model", type=Path, help="model folder; the built-in one by default")
     options = parser.parse_args()
     if options.side:
-        print(json.dumps(run_side(options.side, options.model)))
+        print(json.dumps(run_side(options.side, options.model, options.shuffled)))
         return
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.model or fetch(Path(scratch))
         os.environ["OMP_NUM_THREADS"] = str(options.threads)
-        results = {side: in_own_process(side, folder) for side in SIDES}
+        results = {side: in_own_process(side, folder, options.shuffled) for side in SIDES}
     rows = rows_of(results)
-    if options.threads > 1:  # memory is that of one
-        rows = [replace(rows[0], name=f"lora-cpu-sql-{options.threads}-threads")]
+    if options.shuffled or options.threads > 1:  # memory is that of one thread in the file's order
+        order = "-shuffled" if options.shuffled else ""
+        threads = f"-{options.threads}-threads" if options.threads > 1 else ""
+        rows = [replace(rows[0], name=f"lora-cpu-sql{order}{threads}")]
     common.report(rows, options.save)
 
 
@@ -75,6 +80,9 @@ def rows_of(results: dict[str, dict[str, Any]]) -> list[common.Row]:
             notes={
                 "largest difference of a float32 loss": float(np.abs(np.subtract(*exact)).max()),
                 "matmul GFLOP/s": round(best["gemm_flops"] / 1e9, 1),
+                "share of the tokens that were computed for another sample": round(
+                    best["shared"], 3
+                ),
                 "samples a step": ROWS,
                 "steps": STEPS - WARM,
             },
@@ -98,18 +106,19 @@ def fetch(folder: Path) -> Path:
     return folder
 
 
-def in_own_process(side: str, folder: Path) -> dict[str, Any]:
+def in_own_process(side: str, folder: Path, shuffled: bool) -> dict[str, Any]:
     """One side; its figures are the last line it prints."""
     command = [sys.executable, __file__, "--side", side, "--model", str(folder)]
+    command += ["--shuffled"] if shuffled else []
     env = {**os.environ, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def run_side(side: str, folder: Path) -> dict[str, Any]:
+def run_side(side: str, folder: Path, shuffled: bool) -> dict[str, Any]:
     """Tokens, CPU-seconds, peak bytes and losses of one side."""
     program, dtype = SIDES[side]
-    steps = samples_by_step(folder)
+    steps = samples_by_step(folder, shuffled)
     weights = first_adapter(folder)
     run: Callable[..., tuple[list[float], list[float]]] = {"pippin": pippin, "trainer": trainer}[
         program
@@ -119,26 +128,38 @@ def run_side(side: str, folder: Path) -> dict[str, Any]:
     counts = [sum(len(s.tokens) for s in step) for step in steps]
     spent, counted = np.diff(clocks)[WARM - 1 :], counts[WARM:]
     rates = np.divide(counted, spent)
+    read, once = computed(steps[WARM:])
     return {
         "tokens": sum(counted),
         "cpu_s": float(spent.sum()),
         "spread": float(rates.std() / rates.mean()),
         "peak": peak,
         "losses": losses,
+        "shared": (read - once) / sum(counted),
         "flops": flops(folder, steps[WARM:]),
         "gemm_flops": gemm_flops(dtype),
     }
 
 
-def samples_by_step(folder: Path) -> list[list[Sample]]:
-    """The first samples of the training split, ROWS a step."""
+def samples_by_step(folder: Path, shuffled: bool) -> list[list[Sample]]:
+    """The first samples of the training split in the file's order or another, ROWS a step."""
     from pippin.data.chat import tokenize
     from pippin.data.dataset import load_split
     from pippin.model.tokenizer import load_tokenizer
 
-    rows = load_split(DATA, common.ROOT, "train")[: ROWS * STEPS]
-    samples = tokenize(rows, load_tokenizer(folder), DATA).samples
+    rows = load_split(DATA, common.ROOT, "train")
+    if shuffled:
+        rows = [rows[i] for i in np.random.default_rng(0).permutation(len(rows))]
+    samples = tokenize(rows[: ROWS * STEPS], load_tokenizer(folder), DATA).samples
     return [list(samples[i : i + ROWS]) for i in range(0, len(samples), ROWS)]
+
+
+def computed(steps: list[list[Sample]]) -> tuple[int, int]:
+    """Tokens that any loss reads, and how many those are where a shared beginning counts once."""
+    batches = [lay_out([step], sum(len(s.tokens) for s in step)) for step in steps]
+    read = [without_unread(batch) for batch in batches]
+    once = [share_beginnings(batch) for batch in read]
+    return sum(b.real_tokens for b in read), sum(b.real_tokens for b in once)
 
 
 def first_adapter(folder: Path) -> Weights:
@@ -244,8 +265,8 @@ def pad(samples: list[Sample]) -> dict[str, Any]:
 def flops(folder: Path, steps: list[list[Sample]]) -> float:
     """Matrix products that nobody can leave out: forward and input gradient, 4 a frozen weight.
 
-    Every linear for every token, the head for scored tokens; the adapter forward and backward, 6 a
-    weight. Attention, about 1 % here, is left out.
+    Every linear for every token that is read, a shared beginning's once; the head for scored
+    tokens; the adapter forward and backward, 6 a weight. Attention, about 1 % here, is left out.
     """
     from pippin.model.adapter import adapted_linears
     from pippin.model.config import read_config
@@ -256,7 +277,7 @@ def flops(folder: Path, steps: list[list[Sample]]) -> float:
     dense = sum(inputs * outputs for inputs, outputs in linears)
     low = sum(LORA.rank * (inputs + outputs) for inputs, outputs in linears)
     samples = [sample for step in steps for sample in step]
-    tokens = sum(len(s.tokens) for s in samples)
+    tokens = computed(steps)[1]
     scored = sum(int(s.scored.sum()) for s in samples)
     return (
         tokens * (4.0 * dense + 6.0 * low) + scored * 4.0 * config.vocab_size * config.hidden_size

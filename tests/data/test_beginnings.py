@@ -6,8 +6,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pippin.data.batches import Batch, Sample, lay_out, without_unread
-from pippin.data.beginnings import WORTH, share_beginnings
+from pippin.data.batches import Batch, BatchPlan, Sample, lay_out, without_unread
+from pippin.data.beginnings import WORTH, share_beginnings, shared_share, shared_text
+from pippin.recipe import Train
 
 
 @st.composite
@@ -99,3 +100,23 @@ def test_tokens_that_are_scored_are_never_shared() -> None:
     shared = share_beginnings(made("x" * 40, "x" * 40, scored=10))
     assert shared.real_tokens == 29 + 2 * 11
     assert not shared.scored_BT[0, :30].any()
+
+
+def test_the_share_of_an_epoch() -> None:
+    """Every row of four samples computes three prompts of 30 tokens less."""
+    rng, prompt = np.random.default_rng(0), np.arange(31)
+    tails = [rng.integers(100, 200, 9) for _ in range(400)]
+    samples = [
+        Sample(
+            tokens=np.concatenate([prompt, tail]).astype(np.int32),
+            scored=np.arange(40) >= 31,
+            row=row,
+        )
+        for row, tail in enumerate(tails)
+    ]
+    plan = BatchPlan(samples, Train(row_tokens=160), seed=0)
+    assert shared_share(plan) == 90 / 160
+    assert shared_text(90 / 160) == (
+        "56% of the tokens are beginnings that samples share: they are computed once",
+    )
+    assert shared_text(0.004) == ()

@@ -38,6 +38,7 @@ class Script:
     interrupt_at: int | None = None
     signals: int = 1
     weight_size: int = 0
+    shares: bool = False
 
 
 class Histogram:
@@ -46,6 +47,7 @@ class Histogram:
     def __init__(self, script: Script, seed: int) -> None:
         self.script, self.seed = script, seed
         self.notices = ("attention is computed the slow way",)
+        self.shares = script.shares
         self.logits = np.zeros(VOCAB)
         self.momentum = np.zeros(VOCAB)
         self.ballast = np.zeros(script.weight_size, np.uint8)
@@ -192,6 +194,18 @@ def texts(events: Sequence[Event]) -> str:
 def work_names(job: Job) -> list[str]:
     work = job.folder.with_name(".train.work")
     return sorted(path.name for path in work.iterdir())
+
+
+def test_shared_beginnings_are_told_where_they_are_used(
+    tmp_path: Path, fakes: Fakes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage, "shared_share", lambda plan: 0.22)
+    for name, shares in (("with", True), ("without", False)):
+        fakes.script.shares = shares
+        job = make_job(tmp_path / name)
+        said = texts(list(train(job)))
+        assert ("22% of the tokens are beginnings that samples share" in said) == shares
+        assert artifact.read_manifest(job.folder)["scores"]["shared"] == 0.22 * shares
 
 
 def test_what_a_training_yields_and_leaves(tmp_path: Path, fakes: Fakes) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pippin.data.batches import BatchPlan, Sample
+from pippin.data.beginnings import WORTH_TELLING, shared_share
 from pippin.data.chat import tokenize
 from pippin.data.dataset import SPLITS, find_splits, load_split
 from pippin.data.fit import Tokenized
@@ -68,12 +69,16 @@ class SplitCounts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packing:
-    """The rows one epoch is packed into; `fill` is the share of them that is not padding."""
+    """The rows one epoch is packed into; `fill` is the share of them that is not padding.
+
+    `shared` is the share of the tokens that begin another sample of their micro-batch as well.
+    """
 
     rows: int
     row_tokens: int
     fill: float
     updates: int
+    shared: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,6 +182,8 @@ def _summary(seen: Look) -> list[str]:
         f"{counted(packing.rows, 'row')} of {packing.row_tokens:,} tokens, "
         f"{packing.fill:.1%} full; {counted(packing.updates, 'update')} an epoch",
     ]
+    if packing.shared >= WORTH_TELLING:
+        lines.append(f"{packing.shared:.0%} of the tokens are beginnings that samples share")
     return lines + [f"note: {notice}" for notice in seen.notices]
 
 
@@ -234,4 +241,5 @@ def _packing(samples: Sequence[Sample], recipe: Recipe) -> Packing:
         row_tokens=recipe.train.row_tokens,
         fill=plan.fill,
         updates=plan.steps_per_epoch,
+        shared=shared_share(plan),
     )

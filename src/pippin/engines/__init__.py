@@ -82,6 +82,8 @@ class Scorer(Protocol):
 class Trainer(Protocol):
     """A model being trained; the frozen weights are never touched."""
 
+    shares: bool  # samples of a micro-batch that begin alike compute their beginning once
+
     @property
     def notices(self) -> tuple[str, ...]:
         """What was replaced by something slower, in words."""

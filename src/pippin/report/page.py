@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pippin import __version__, artifact
+from pippin.data.beginnings import WORTH_TELLING
 from pippin.disk import disk_errors
 from pippin.figures import bytes_text
 from pippin.recipe import Recipe
@@ -104,11 +105,14 @@ def _charted(run_folder: Path, recipe: Recipe) -> dict[str, list[Chart]]:
 def _charts(metrics: Path) -> Iterator[Chart]:
     """Loss, learning rate and memory over the updates, as far as training recorded them."""
     rows = list(_json_lines(metrics))
+    manifest = artifact.read_manifest(metrics.parent) or {"scores": {}}
+    shared = manifest["scores"].get("shared", 0.0)
+    beginnings = f" ({shared:.0%} of them shared beginnings)" if shared >= WORTH_TELLING else ""
     curves = {
         "Loss, nats a token": {"training": "loss", "validation": "valid_loss"},
         "Learning rate": {"learning rate": "learning_rate"},
         "Memory, GB": {"process": "memory_bytes"},
-        "Speed, tokens a second": {"training": "tokens_per_second"},
+        f"Speed, tokens a second{beginnings}": {"training": "tokens_per_second"},
     }
     for title, names in curves.items():
         scale = 1e-9 if "GB" in title else 1.0

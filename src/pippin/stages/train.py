@@ -14,6 +14,7 @@ import psutil
 
 from pippin import artifact, disk
 from pippin.data.batches import Batch
+from pippin.data.beginnings import shared_share, shared_text
 from pippin.engines import Engine, Trainer, Weights
 from pippin.errors import Interrupted, PippinError
 from pippin.events import Event, Finished, Metric, Notice, Progress, Started
@@ -66,6 +67,7 @@ def follow(job: Job, course: Course) -> Iterator[Event]:
         found = store.latest()
         run = _load(job, course, material, store)
         yield from _notices(job, (_device(run), *run.trainer.notices, *found.notices))
+        yield from _notices(job, shared_text(run.shared))
         position = found.position
         if found.state is not None:
             run.trainer.restore(found.state)
@@ -79,7 +81,10 @@ def follow(job: Job, course: Course) -> Iterator[Event]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Run:
-    """One training, loaded; `first` is its first update in the order of all rows."""
+    """One training, loaded; `first` is its first update in the order of all rows.
+
+    `shared` is the share of its tokens that are computed for another sample.
+    """
 
     job: Job
     course: Course
@@ -90,6 +95,7 @@ class _Run:
     trainer: Trainer
     guard: Guard
     process: psutil.Process
+    shared: float
 
     @property
     def train(self) -> Train:
@@ -125,7 +131,7 @@ def _open_store(job: Job, material: Material) -> Store:
 def _load(job: Job, course: Course, material: Material, store: Store) -> _Run:
     engine = open_engine(job.recipe.model)
     guard = Guard(engine=engine, planned=job.memory, before=engine.peak_memory())
-    before = course.after
+    before, trainer = course.after, course.begin(job, engine)
     return _Run(
         job=job,
         course=course,
@@ -133,9 +139,10 @@ def _load(job: Job, course: Course, material: Material, store: Store) -> _Run:
         material=material,
         store=store,
         engine=engine,
-        trainer=course.begin(job, engine),
+        trainer=trainer,
         guard=guard,
         process=psutil.Process(),
+        shared=shared_share(material.plan) if trainer.shares else 0.0,
     )
 
 
@@ -264,6 +271,7 @@ def _summary(run: _Run, position: Position) -> dict[str, Any]:
         "best_step": position.best_step,
         "valid_loss": position.best_loss,
         "tokens": position.tokens,
+        "shared": run.shared,
         "seconds": position.seconds,
         "peak_memory_bytes": run.engine.peak_memory(),
     }

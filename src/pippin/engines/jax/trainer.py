@@ -56,6 +56,7 @@ class JaxTrainer:
     ) -> None:
         train = settings.train
         self.train, self.seed = train, settings.seed
+        self.shares = False  # one compiled step wants one shape
         mesh = make_mesh(settings.devices, train.batch_rows)
         self.frozen, self.trainable = split_weights(mesh, frozen), trainable
         self.rule = Rule(

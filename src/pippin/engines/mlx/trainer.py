@@ -54,6 +54,7 @@ class MlxTrainer:
         if train.gradient_checkpointing:
             recompute_layers(self.network)
         self.drops = [m for m in self.network.modules() if isinstance(m, LoraLinear) and m.drops]
+        self.shares = self.ability.packs and self.ability.shares and not self.drops
         self.dtypes = {name: place.get().dtype for name, place in places.items()}
         first = {name: place.get().astype(mx.float32) for name, place in places.items()}
         self.optimizer = Optimizer(first, train)

@@ -38,7 +38,7 @@ class Group:
         self.linears = linears
         self.adapters = [linear for linear in linears if isinstance(linear, LoraLinear)]
         self.scale = self.adapters[0].scale if self.adapters else 1.0
-        self.ranks = [len(adapter.lora_A) for adapter in self.adapters]
+        self.ranks = [adapter.lora_A.shape[0] for adapter in self.adapters]
         self.dtype = linears[0].weight.dtype
         self.places = [master.detach().to(self.dtype) for master in self.masters]
         pairs = map(Narrow, self.places[::2], self.places[1::2], _spans(self.ranks))
@@ -53,7 +53,7 @@ class Group:
         self, x_TI: Tensor, ys: Sequence[Tensor], beside_TO: Tensor | None = None
     ) -> Tensor:
         """Fill the outputs (T, O) in turn, `beside_TO` added; returns scale * x A^T (T, E)."""
-        z_TE = x_TI.new_empty(len(x_TI), sum(self.ranks))
+        z_TE = x_TI.new_empty(x_TI.shape[0], sum(self.ranks))
         for y_TO, linear, pair in zip(ys, self.linears, self.pairs, strict=True):
             terms = [(x_TI, linear.weight.T)]
             if pair is not None:
@@ -67,7 +67,7 @@ class Group:
 
     def narrow(self, dys: list[Tensor]) -> Tensor:
         """scale * dy B, (T, E)."""
-        dz_TE = dys[0].new_empty(len(dys[0]), sum(self.ranks))
+        dz_TE = dys[0].new_empty(dys[0].shape[0], sum(self.ranks))
         for dy_TO, pair in zip(dys, self.pairs, strict=True):
             if pair is not None:
                 add_products(dz_TE[:, pair.ranks], [(dy_TO, pair.b_OR)], scale=self.scale)
@@ -75,7 +75,7 @@ class Group:
 
     def backward(self, dys: list[Tensor], dz_TE: Tensor) -> Tensor:
         """The gradient of x, (T, I)."""
-        dx_TI = dz_TE.new_empty(len(dz_TE), self.linears[0].in_features)
+        dx_TI = dz_TE.new_empty(dz_TE.shape[0], self.linears[0].in_features)
         terms = [(dy, linear.weight) for dy, linear in zip(dys, self.linears, strict=True)]
         terms += [(dz_TE[:, pair.ranks], pair.a_RI) for pair in self.pairs if pair is not None]
         add_products(dx_TI, terms)
@@ -90,7 +90,7 @@ class Group:
             if pair is not None:
                 b_grads.append(torch.empty_like(pair.b_OR, dtype=exact))
                 add_products(b_grads[-1].T, [(z_ET[pair.ranks], dy_TO)])
-        a_grad_EI = x_TI.new_empty(len(z_ET), x_TI.shape[1], dtype=exact)
+        a_grad_EI = x_TI.new_empty(z_ET.shape[0], x_TI.shape[1], dtype=exact)
         add_products(a_grad_EI, [(dz_TE.T.contiguous(), x_TI)])
         both = zip(a_grad_EI.split(self.ranks), b_grads, strict=True)
         return [grad for pair in both for grad in pair]
@@ -110,7 +110,7 @@ class Room:
 
     def take(self, number: int, widths: Sequence[int], like_TD: Tensor) -> list[Tensor]:
         """Uninitialised (T, width) each, of their own where the layer's place is taken."""
-        tokens = len(like_TD)
+        tokens = like_TD.shape[0]
         size = tokens * sum(widths)
         if number in self._taken:
             flat = like_TD.new_empty(size)
@@ -158,7 +158,7 @@ class Llama:
         widths = [*kqv, kqv[1], *o, *both]
         if self.room is not None and keep:
             return self.room.take(self.number, widths, x_TD)
-        return [x_TD.new_empty(len(x_TD), width) for width in widths]
+        return [x_TD.new_empty(x_TD.shape[0], width) for width in widths]
 
     def leave(self, taken: Tensor) -> None:
         """What was taken, this among it, is not read any more."""
@@ -212,12 +212,12 @@ def forward_of(layer: Llama) -> Callable[..., Tensor]:
         hidden_BTD: Tensor, *_: Any, position_embeddings: Any, packing: Packing, **__: Any
     ) -> Tensor:
         x_TD, cos_TC, sin_TC = (_filled(x, rows) for x in (hidden_BTD, *position_embeddings))
-        attention = _attention(layer.parts, packing, len(x_TD))
+        attention = _attention(layer.parts, packing, x_TD.shape[0])
         wanted = packing.read_S if layer.last else None
-        read_S = None if wanted is None else functional.pad(wanted, (0, -len(wanted) % rows))
+        read_S = None if wanted is None else functional.pad(wanted, (0, -wanted.shape[0] % rows))
         call = Call((cos_TC, sin_TC), attention, torch.is_grad_enabled(), read_S)
         out_TD = _Layer.apply(x_TD, layer, call, *layer.masters)
-        return out_TD[None, : hidden_BTD.shape[1] if wanted is None else len(wanted)]
+        return out_TD[None, : hidden_BTD.shape[1] if wanted is None else wanted.shape[0]]
 
     return forward
 
@@ -257,8 +257,8 @@ class _Layer(torch.autograd.Function):
         call.attention.forward(q, k, v, mixed)
         x_SD = call.read(x_TD)
         if call.read_S is not None:
-            mixed[: len(x_SD)] = call.read(mixed)
-        mixed, middle_TD, gate, up = (x[: len(x_SD)] for x in (mixed, middle_TD, gate, up))
+            mixed[: x_SD.shape[0]] = call.read(mixed)
+        mixed, middle_TD, gate, up = (x[: x_SD.shape[0]] for x in (mixed, middle_TD, gate, up))
         z_o = o.forward(mixed, (middle_TD,), x_SD)
         z_both = both.forward(kernels.norm(middle_TD, *second), (gate, up))
         out_TD = torch.empty_like(x_SD)
@@ -275,7 +275,7 @@ class _Layer(torch.autograd.Function):
         (kqv, o, both, down), (first, second) = layer.groups, layer.parts.norms
         x_TD, q, k, v, mixed, middle_TD, gate, up, *narrow = ctx.saved_tensors
         z_kqv, z_o, z_both, z_down = narrow
-        dys, tokens = [grads[0].contiguous()], len(x_TD)
+        dys, tokens = [grads[0].contiguous()], x_TD.shape[0]
         dz = down.narrow(dys)
         *d_both, gated = kernels.gate_grad(down.backward(dys, dz), gate, up)
         down_grads = down.grads(dys, dz, gated, z_down)

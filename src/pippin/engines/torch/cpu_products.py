@@ -77,7 +77,7 @@ def add_products(
 
     `plus` is (R, C) or (C,). `out_RC` may be float32 where the terms are bfloat16.
     """
-    dtype, depths = terms[0][0].dtype, [len(b) for _, b in terms]
+    dtype, depths = terms[0][0].dtype, [b.shape[0] for _, b in terms]
     if ours(dtype) and all(depths) and (dtype == torch.float32 or not any(d % 2 for d in depths)):
         _run(out_RC, terms, plus, scale)
         return
@@ -91,7 +91,7 @@ def add_products(
 
 
 def _run(out_RC: Tensor, terms: Terms, plus: Tensor | None, scale: float) -> None:
-    dtype = terms[0][0].dtype
+    dtype, (rows, columns) = terms[0][0].dtype, out_RC.shape
     assert out_RC.dtype in (dtype, torch.float32)
     assert plus is None or (plus.dtype == dtype and plus.stride(-1) == 1)
     numbers = [
@@ -100,15 +100,18 @@ def _run(out_RC: Tensor, terms: Terms, plus: Tensor | None, scale: float) -> Non
         *out_RC.stride(),
         out_RC.dtype != dtype,
         plus.stride(0) if plus is not None and plus.ndim == 2 else 0,
-        *out_RC.shape,
+        rows,
+        columns,
         len(terms),
     ]
     for a, b in terms:
-        turned = int(b.stride(1) != 1)
+        depth, (a_row, a_step), (b_row, b_column) = b.shape[0], a.stride(), b.stride()
+        turned = b_column != 1
         assert a.dtype == b.dtype == dtype
-        assert (len(a), a.shape[1], b.shape[1]) == (len(out_RC), len(b), out_RC.shape[1])
-        assert a.stride(1) == 1
-        assert not turned or b.stride(0) == 1
-        numbers += (a.data_ptr(), b.data_ptr(), a.stride(0), b.stride(turned), len(b), turned)
+        assert a.shape == (rows, depth)
+        assert b.shape == (depth, columns)
+        assert a_step == 1
+        assert not turned or b_row == 1
+        numbers += (a.data_ptr(), b.data_ptr(), a_row, b_column if turned else b_row, depth, turned)
     call = struct.pack(f"{len(numbers)}q", *numbers)
     getattr(COMPILED.library, "products" + TAILS[dtype])(call, scale)

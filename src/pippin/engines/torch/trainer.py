@@ -51,6 +51,7 @@ class TorchTrainer:
     ) -> None:
         self.network, self.trainable, self.train, self.seed = network, trainable, train, seed
         self.head, self.ability = find_head(network), find_ability(network)
+        self.shares = self.ability.shares
         self.notices = self._notices()
         self.steps = 0
         self.goes_ahead = network.device.type == "cuda"
@@ -198,7 +199,7 @@ class TorchTrainer:
             batch = _filled(batch, self.train)
         if self.network.device.type == "cpu":
             batch = without_unread(batch)
-        if self.ability.shares:
+        if self.shares:
             batch = share_beginnings(batch)
         return self.ability.layout(batch, self.network.device)
 
