@@ -15,7 +15,9 @@ from pippin.verbs import help_text
 
 def main() -> None:
     """Run the command line; leaves through sys.exit with the code of errors.py."""
-    signal.signal(signal.SIGTERM, _terminate)
+    # What follows another process has nothing to save, and leaves it to that one to say why.
+    follows = os.environ.get("MLX_RANK") not in (None, "", "0")
+    signal.signal(signal.SIGTERM, signal.SIG_DFL if follows else _terminate)
     arguments = sys.argv[1:]
     try:
         if arguments in ([], ["--help"], ["-h"]):
@@ -61,4 +63,6 @@ def _fail(message: str, hint: str, code: int) -> None:
     first, *rest = message.splitlines()
     lines = [f"error: {first}", *(f"       {line}" for line in rest), f"hint: {hint}"]
     print("\n".join(lines), file=sys.stderr)
+    if "MLX_RANK" in os.environ:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of the launcher: it is leaving as it is
     sys.exit(code)

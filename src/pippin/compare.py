@@ -16,6 +16,7 @@ from pippin.recipe_limits import contradictions
 from pippin.run import Walk
 from pippin.stages.evaluate import read_scores
 from pippin.stages.quantize import REPORT
+from pippin.stages.together import leading
 from pippin.steps import Step, make_steps
 
 FOLDER = "compare"
@@ -40,7 +41,7 @@ def compare(plan: Plan, bits: Sequence[int]) -> Iterator[Event]:
     What is there already stays. Raises PippinError where the model to quantize is not there yet.
     """
     plan.raise_refusals()
-    with locked(plan.folder):
+    with leading(plan.recipe.model), locked(plan.folder):
         for way in ways(plan, bits):
             if isinstance(way, Notice):
                 yield way

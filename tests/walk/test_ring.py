@@ -1,7 +1,9 @@
 """A whole recipe in two processes of `mlx.launch`: one run is left behind, and both end alike."""
 
+import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -51,12 +53,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def launch(place: Path, kind: str, *arguments: str) -> tuple[str, str]:
+def launch(place: Path, kind: str, *command: str) -> tuple[str, str]:
     """What the two print."""
-    command = [Path(sys.executable).with_name("mlx.launch"), "-n", "2", "--backend", "ring"]
-    part = [sys.executable, place / "part.py", kind, "run", "mine.toml", *arguments]
+    launcher = [Path(sys.executable).with_name("mlx.launch"), "-n", "2", "--backend", "ring"]
+    part = ["--", sys.executable, place / "part.py", kind, *command]
     done = subprocess.run(
-        [*map(str, command), "--", *map(str, part)],
+        [*map(str, launcher), "--starting-port", str(free_ports()), *map(str, part)],
         cwd=place,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
@@ -68,6 +70,22 @@ def launch(place: Path, kind: str, *arguments: str) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
+def free_ports() -> int:
+    """The first of two neighbours that nobody listens on."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port = first.getsockname()[1]
+            with contextlib.suppress(OSError, OverflowError):
+                second.bind(("127.0.0.1", port + 1))
+                return port
+
+
+def errors_in(printed: str) -> list[str]:
+    """Every error."""
+    return [line for line in printed.splitlines() if line.startswith("error: ")]
+
+
 def metrics(run: Path, stage: str) -> list[dict[str, float]]:
     lines = (run / stage / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
@@ -75,7 +93,7 @@ def metrics(run: Path, stage: str) -> list[dict[str, float]]:
 
 def test_both_end_well_and_the_first_writes(place: Path) -> None:
     """Its losses are those of one process alone."""
-    out, err = launch(place, "well")
+    out, err = launch(place, "well", "run", "mine.toml")
     assert "error:" not in err, err
     assert "exited with code" not in err + out
     assert out.count("report: ") == 1
@@ -89,18 +107,43 @@ def test_both_end_well_and_the_first_writes(place: Path) -> None:
                 assert mine.get(name) == pytest.approx(other.get(name), abs=1e-4)
 
 
+def test_a_comparison_is_the_first_one_s_while_the_other_waits(place: Path) -> None:
+    """After the run before."""
+    out, err = launch(place, "well", "quantize", "mine.toml", "--compare", "4")
+    assert "error:" not in err, err
+    assert "exited with code" not in err + out
+    ways = {folder.name for folder in (place / "runs/mine/compare").iterdir()}
+    assert "rtn-4" in ways
+    assert all(out.count(way) == 1 for way in ways)
+
+
+@pytest.mark.parametrize("command", ["generate model Hi", "check --engine mlx", "data mine.toml"])
+def test_what_one_process_does_is_refused_once(place: Path, command: str) -> None:
+    out, err = launch(place, "well", *command.split())
+    (error,) = errors_in(err)
+    assert f"`pippin {command.split()[0]}` is work for one process" in error
+    assert "Traceback" not in err + out
+
+
+def test_other_engines_are_refused_once(place: Path) -> None:
+    out, err = launch(place, "well", "run", "mine.toml", "--set", 'model.engine="torch"')
+    (error,) = errors_in(err)
+    assert "engine torch is work for one process" in error
+    assert "Traceback" not in err + out
+
+
 def test_what_fails_in_the_first_ends_the_other(place: Path) -> None:
     gate = ("--set", "gates.adapter.min_exact_match=1.0", "--set", 'out="gated"')
-    out, err = launch(place, "well", *gate)
-    errors = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 2
-    assert all("min_exact_match" in error for error in errors)
-    assert any(line.startswith("error: the first process has stopped: ") for line in errors)
+    out, err = launch(place, "well", "run", "mine.toml", *gate)
+    (error,) = errors_in(err)
+    assert "min_exact_match" in error
+    assert "the first process has stopped: " in err
     assert "Traceback" not in err + out
 
 
 def test_the_end_of_the_other_ends_the_first(place: Path) -> None:
-    out, err = launch(place, "dies", "--set", 'out="lost"')
-    errors = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert errors == ["error: another process of the ring has ended"]
+    """Which sees it, or is stopped by their launcher, which has seen it."""
+    out, err = launch(place, "dies", "run", "mine.toml", "--set", 'out="lost"')
+    (error,) = errors_in(err)
+    assert error in ("error: another process of the ring has ended", "error: stopped")
     assert "Traceback" not in err + out

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pippin.commands.check import ELSEWHERE, check
-from pippin.commands.group import CommandGroup
+from pippin.commands.group import STAGE_VERBS, CommandGroup
 from pippin.commands.speak import chat, figure, generate, serve
 from pippin.verbs import sentence
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from pippin.plan import Plan
     from pippin.recipe import Recipe
 
-STAGE_VERBS = ("train", "merge", "quantize", "qat", "evaluate", "deploy")
 REDO = click.Choice(["fetch", *STAGE_VERBS, "all"])
 PATH = click.Path(path_type=Path)
 
@@ -168,6 +167,8 @@ def quantize(asked: Asked, redo: tuple[str, ...], compare: tuple[str, ...]) -> N
     from pippin import compare as ways
 
     plan, console = asked.plan(), asked.console()
+    if _follows(plan, console):
+        return
     console.header(plan)
     console.events(ways.compare(plan, [int(bits) for bits in compare]))
     console.comparison(ways.comparison(plan.folder))
@@ -177,10 +178,9 @@ def _walk(asked: Asked, only: str | None, redo: tuple[str, ...]) -> bool:
     """Run, and print what came of it; whether it was for this process to do so."""
     from pippin.errors import GateError
     from pippin.run import run as walk
-    from pippin.stages.together import follow
 
     plan, console = asked.plan(), asked.console()
-    if follow(plan.recipe.model):
+    if _follows(plan, console):
         return False
     console.header(plan)
     try:
@@ -191,6 +191,17 @@ def _walk(asked: Asked, only: str | None, redo: tuple[str, ...]) -> bool:
     if only in (None, "evaluate"):
         _results(plan, console)
     return True
+
+
+def _follows(plan: "Plan", console: "Console") -> bool:
+    """Whether this process helped another one, which is done."""
+    from pippin.events import Notice
+    from pippin.stages.together import follow
+
+    fault = follow(plan.recipe.model)
+    if fault:
+        console.notice(Notice(stage="run", text=f"the first process has stopped: {fault}"))
+    return fault is not None
 
 
 def _results(plan: "Plan", console: "Console") -> None:

@@ -1,10 +1,15 @@
 """The group of all commands: our own help, and a near name for one that is mistyped."""
 
 import difflib
+import os
 
 import click
 
 from pippin.verbs import COMMANDS, help_text
+
+STAGE_VERBS = ("train", "merge", "quantize", "qat", "evaluate", "deploy")
+# What several processes may be started for.
+SHARED = ("run", *STAGE_VERBS, "version")
 
 
 class CommandGroup(click.Group):
@@ -23,4 +28,8 @@ class CommandGroup(click.Group):
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         if name not in COMMANDS and near and not name.startswith("-"):
             raise click.UsageError(f"no command {name!r}; did you mean {near[0]!r}?", ctx)
+        if os.environ.get("MLX_RANK") and name not in SHARED:
+            from pippin.stages.together import alone
+
+            alone(f"`pippin {name}`")
         return super().resolve_command(ctx, args)

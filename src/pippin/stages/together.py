@@ -6,7 +6,7 @@ import signal
 from collections.abc import Generator
 from typing import Protocol, runtime_checkable
 
-from pippin.errors import PippinError
+from pippin.errors import PippinError, UsageError
 from pippin.recipe import Model
 from pippin.stages.loading import open_engine
 
@@ -26,23 +26,42 @@ class Led(Protocol):
         """The run is over; `fault` says why it failed, or nothing."""
         ...
 
-    def follow(self) -> None:
-        """Take a share of the first one's updates until its run is over; nothing is written."""
+    def follow(self) -> str:
+        """Take a share of the first one's updates until its run is over; nothing is written.
+
+        Returns what `let_go` told.
+        """
         ...
 
 
-def follow(model: Model) -> bool:
-    """In any process but the first, share its updates until its run is over; whether it was one.
+def alone(what: str) -> None:
+    """Raise UsageError where `mlx.launch` started several processes for what one does.
 
-    A Ctrl-C reaches all of them, and is the first one's to answer.
+    The first says so for all: the others leave as if all was well, since their launcher would stop
+    it before it has spoken.
+    """
+    number = os.environ.get("MLX_RANK")
+    if number not in (None, "", "0"):
+        raise SystemExit(0)
+    if number:
+        raise UsageError(
+            f"{what} is work for one process, and mlx.launch starts several",
+            "start pippin without mlx.launch",
+        )
+
+
+def follow(model: Model) -> str | None:
+    """In any process but the first, share its updates until its run is over; None in the first.
+
+    Returns why the run failed, or nothing. A Ctrl-C reaches all of them, and is the first one's to
+    answer.
     """
     engine = _shared(model)
     if engine is None or os.environ["MLX_RANK"] == "0":
-        return False
+        return None
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with _mortal():
-        engine.follow()
-    return True
+        return engine.follow()
 
 
 @contextlib.contextmanager
@@ -77,7 +96,9 @@ def _mortal() -> Generator[None]:
 
 def _shared(model: Model) -> Led | None:
     """The engine, in a process that is one of several."""
-    if model.engine != "mlx" or not os.environ.get("MLX_RANK"):
+    if model.engine != "mlx":
+        alone(f"engine {model.engine}")
+    if not os.environ.get("MLX_RANK"):
         return None
     engine = open_engine(model)
     assert isinstance(engine, Led)

@@ -69,11 +69,12 @@ class MlxEngine:
         if adapter is not None:
             _add_saved_adapter(network, adapter)
         slow = notice() if self._device == "cpu" else None
+        told = [text for text in (slow, parity.notice(checkpoint)) if text]
         loaded = Loaded(
             network=network,
             head=find_head(network, read_raw(checkpoint)),
             longest=longest,
-            notices=(slow,) if slow else (),
+            notices=tuple(told),
         )
         return MlxModel(loaded, checkpoint, devices.dtype_name(picked))
 
@@ -97,13 +98,13 @@ class MlxEngine:
         if ring := find_ring():
             ring.let_go(fault)
 
-    def follow(self) -> None:
+    def follow(self) -> str:
         """In any but the first: take a share of its updates until its run is over.
 
-        Raises PippinError where that failed, or where this process cannot go on.
+        Returns why that failed, or nothing. Raises PippinError where this process cannot go on.
         """
-        if ring := find_ring():
-            follow(self, ring)
+        ring = find_ring()
+        return follow(self, ring) if ring else ""
 
     def device(self) -> str:
         """The device in words, e.g. `cpu (2 cores)`."""

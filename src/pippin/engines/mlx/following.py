@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 NAMES = tuple(field.name for field in fields(Batch))
 
 
-def follow(engine: "MlxEngine", ring: Ring) -> None:
-    """Do what the first process tells, until its run is over.
+def follow(engine: "MlxEngine", ring: Ring) -> str:
+    """Do what the first process tells, until its run is over; why that failed, or nothing.
 
-    Raises PippinError where the run failed, this process cannot go on, or another one has ended.
+    Raises PippinError where this process cannot go on, or another one has ended.
     """
     trainer: Any = None
     while (told := ring.hear()).what != "over":
@@ -31,10 +31,7 @@ def follow(engine: "MlxEngine", ring: Ring) -> None:
         else:
             trainer = None  # its memory is the next one's
             trainer = _begin(engine, ring, told)
-    if fault := told.settings["fault"]:
-        raise PippinError(
-            f"the first process has stopped: {fault}", "its own output says what to do"
-        )
+    return told.settings["fault"]
 
 
 def _begin(engine: "MlxEngine", ring: Ring, told: Message) -> Any:
