@@ -52,6 +52,27 @@ def test_a_rope_that_is_not_read_is_refused(engine, copy, monkeypatch):
     parity._limit.cache_clear()
 
 
+@pytest.mark.parametrize(("kind", "longest"), [("llama", None), ("gemma3", 4)])
+def test_without_pytorch_a_run_is_told_what_was_not_compared(
+    engine, copy, monkeypatch, kind, longest
+):
+    """Unless it was once: the answer serves where PyTorch is gone again."""
+    folder = copy(kind)
+    monkeypatch.setenv("PIPPIN_CACHE", str(folder / "cache"))
+    parity._limit.cache_clear()
+    with monkeypatch.context() as bare:
+        bare.setitem(sys.modules, "torch", None)
+        loaded = engine.load(folder, "float32").loaded
+    assert "not compared with transformers': PyTorch is not installed" in loaded.notices[-1]
+    assert loaded.longest == longest
+    parity._limit.cache_clear()
+    parity.check(folder)
+    parity._limit.cache_clear()
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert parity.notice(folder) is None
+    parity._limit.cache_clear()
+
+
 @pytest.mark.parametrize(
     "rope",
     [

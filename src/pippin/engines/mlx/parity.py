@@ -3,13 +3,16 @@
 A model of the same config with few layers, a small vocabulary and random weights goes through both.
 What differs would compute other numbers without a word (a rope base that is not read, an attention
 window that is left out), so it is refused, or limited to the lengths at which the two agree. What
-was found is kept: the next run needs neither the time nor PyTorch.
+was found is kept: the next run needs neither the time nor PyTorch. Where that is not installed and
+nothing was kept, a run is told so, and a window is taken to be left out.
 """
 
 import contextlib
 import functools
 import hashlib
+import importlib.util
 import json
+import math
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,7 +27,7 @@ TOKENS = 24
 WINDOW = 8
 TOLERANCE = 1e-3  # of the largest logit; where the code agrees it is 2e-6, a wrong rope gives 1
 LABELS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")
-PACKAGES = ("mlx", "mlx-lm", "torch", "transformers")
+PACKAGES = ("mlx", "mlx-lm", "transformers")
 
 
 def check(folder: Path) -> int | None:
@@ -32,6 +35,23 @@ def check(folder: Path) -> int | None:
 
     Raises ModelError where the two differ, or cannot be compared.
     """
+    return _limit(_question(folder))[0]
+
+
+def notice(folder: Path) -> str | None:
+    """What a run is told where `check` had nothing to compare with."""
+    window, compared = _limit(_question(folder))
+    if compared:
+        return None
+    limit = f"; until then no row is longer than its attention window of {window} tokens"
+    return (
+        "mlx-lm's code for this model was not compared with transformers': PyTorch is not installed"
+        " (pip install torch: a run then compares once, and the answer is kept)"
+        + (limit if window else "")
+    )
+
+
+def _question(folder: Path) -> str:
     raw = without_quantization(read_raw(folder))
     if "text_config" in raw:  # whose sizes `shrunk` does not know
         raise ModelError(
@@ -39,15 +59,16 @@ def check(folder: Path) -> int | None:
             "set model.engine = torch",
         )
     plain = {key: value for key, value in raw.items() if key not in LABELS}
-    return _limit(json.dumps(plain, sort_keys=True))
+    return json.dumps(plain, sort_keys=True)
 
 
 @functools.cache
-def _limit(config: str) -> int | None:
+def _limit(config: str) -> tuple[int | None, bool]:
+    """The longest row, and whether there was something to compare with."""
     raw = json.loads(config)
     window = raw.get("sliding_window") if raw.get("use_sliding_window", True) else None
     if window and _difference(raw | {"sliding_window": WINDOW}, TOKENS) <= TOLERANCE:
-        return None
+        return None, True
     difference = _difference(raw, min(TOKENS, window or TOKENS))
     if difference > TOLERANCE:
         raise ModelError(
@@ -55,14 +76,19 @@ def _limit(config: str) -> int | None:
             f"transformers: logits off by {difference:.1%} of the largest",
             "set model.engine = torch",
         )
-    return window
+    return window, not math.isnan(difference)
 
 
 def _difference(raw: dict[str, Any], tokens: int) -> float:
-    """The largest difference of a logit, as a share of the largest logit; kept from run to run."""
+    """The largest difference of a logit, as a share of the largest logit; kept from run to run.
+
+    Not a number where PyTorch is missing.
+    """
     kept = _kept(json.dumps([raw, tokens], sort_keys=True))
     with contextlib.suppress(OSError, ValueError, KeyError):
         return json.loads(kept.read_text())["difference"]
+    if importlib.util.find_spec("torch") is None:
+        return math.nan
     from pippin.engines.mlx.parity_reference import difference
 
     found = difference(raw, tokens)
