@@ -163,16 +163,17 @@ def _token_id(file: GgufFile, name: str) -> int | None:
 
 
 def _write_tokenizer(file: GgufFile, folder: Path) -> None:
-    from transformers import AutoTokenizer, GenerationConfig
+    from transformers import GenerationConfig, PreTrainedTokenizerFast
 
+    source = file.path.name
     try:
-        tokenizer = AutoTokenizer.from_pretrained(file.path.parent, gguf_file=file.path.name)
+        # AutoTokenizer reads the file for seconds to choose a class; the tokenizer is the same.
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(file.path.parent, gguf_file=source)
     except ImportError as error:
         raise ModelError(
             "transformers reads the tokenizer of a GGUF file only where torch is installed",
             "pip install 'pippin[torch]'",
         ) from error
-    assert tokenizer is not None
     tokenizer.save_pretrained(folder)
     GenerationConfig(
         bos_token_id=_token_id(file, "bos"),
