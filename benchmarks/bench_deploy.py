@@ -34,7 +34,7 @@ from pippin.recipe import DEVICE_ONLY
 from pippin.stages.fetch import fetch
 from pippin.stages.quantize import quantize
 from pippin.stages.shipped import bundle_bytes
-from pippin.targets import TARGETS, Bundle, gate, load_target
+from pippin.targets import TARGETS, Bundle, load_target
 from pippin.targets.bundle import DESCRIPTION
 from pippin.targets.gguf.llama_cpp import LlamaCppModel, is_installed
 
@@ -58,7 +58,8 @@ FIGURES = (
     "greedy_equal",
     "greedy_tokens",
     "max_difference",
-    "eager",
+    "tokens",
+    "layers",
 )
 
 
@@ -78,28 +79,26 @@ def main() -> None:
     parser.add_argument("--quantized", type=Path, help="a quantized folder that is there already")
     parser.add_argument("--model", help="what the quantized folder is, for the rows' names")
     parser.add_argument("--target", choices=TARGETS, action="append", help="only these")
-    parser.add_argument("--gate-seconds", type=float, help="how long a check takes up prompts")
+    parser.add_argument("--gate-prompts", type=int, default=32, help="what a check takes")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         quantized = asked.quantized or make_quantized(Path(place))
         rows = [
             row
             for target in asked.target or TARGETS
-            for row in measure(target, quantized, Path(place) / target, asked.gate_seconds)
+            for row in measure(target, quantized, Path(place) / target, asked.gate_prompts)
         ]
     of_model = f"-{asked.model}" if asked.model else ""
     common.report([replace(row, name=row.name + of_model) for row in rows], asked.save)
 
 
-def measure(
-    target: str, quantized: Path, folder: Path, gate_seconds: float | None
-) -> list[common.Row]:
+def measure(target: str, quantized: Path, folder: Path, gate_prompts: int) -> list[common.Row]:
     """Seconds, memory, megabytes, agreement and tokens a second of one target."""
     folder.mkdir()
     name = NAMES.get(target, target)
     # A process of its own: its peak is this export's.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        made = pool.submit(make, target, quantized, folder, gate_seconds).result()
+        made = pool.submit(make, target, quantized, folder, gate_prompts).result()
     size, notes = bundle_bytes(folder) / 1e6, {"cpu": made.cpu, "written": made.written}
     rows = [
         _row(f"export-{name}-seconds", made.wall, "s", notes=notes),
@@ -116,12 +115,11 @@ def measure(
     return [*rows, *_decode(target, scorer, quantized, folder)]
 
 
-def make(target: str, quantized: Path, folder: Path, gate_seconds: float | None) -> Made:
+def make(target: str, quantized: Path, folder: Path, gate_prompts: int) -> Made:
     """Make a bundle, its check included."""
-    gate.SECONDS = gate_seconds or gate.SECONDS
     start, cpu, written = time.perf_counter(), time.process_time(), 0.0
     for event in load_target(target).write(
-        Bundle(quantized=quantized, folder=folder, context=CONTEXT)
+        Bundle(quantized=quantized, folder=folder, context=CONTEXT, gate_prompts=gate_prompts)
     ):
         if isinstance(event, Progress) and not written and list(folder.glob("model.*")):
             written = round(time.perf_counter() - start, 1)

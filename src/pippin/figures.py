@@ -65,8 +65,7 @@ def check_text(check: Mapping[str, Any]) -> str:
         count, of = check["prompts"], check.get("of_prompts")
         said.append(
             f"judged on {f'{count} of ' if of else ''}{counted(of or count, 'prompt')}"
-            + (", as many as a minute allowed" if of and count < of else "")
-            + (f", the first {check['cut_to']} tokens of each" if check.get("cut_to") else "")
+            + (f", {counted(check['tokens'], 'token')}" if "tokens" in check else "")
         )
     if "load_seconds" in check:
         said.append(f"loaded in {duration_text(check['load_seconds'])}")

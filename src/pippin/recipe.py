@@ -275,7 +275,7 @@ class Deploy:
 
     targets: tuple[TargetName, ...] = key(("executorch",), "deployment formats; () stops before")
     context: int = key(512, "tokens the deployed model can hold")
-    full_gate: bool = key(False, "compare each file on all of 32 prompts, however long it takes")
+    gate_prompts: int = key(32, "prompts, of 32, that each file is compared on")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -53,6 +53,7 @@ LIMITS = {
     "data.max_rows": COUNT,
     "data.max_seq_len": Range(at_least=2),
     "deploy.context": Range(at_least=2),
+    "deploy.gate_prompts": Range(at_least=1, at_most=32),
     "evaluate.batch_rows": COUNT,
     "evaluate.generate_rows": NATURAL,
     "evaluate.max_tokens": COUNT,

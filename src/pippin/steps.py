@@ -265,7 +265,7 @@ def _deploy(recipe: Recipe, run: Path, target: str) -> Iterator[Step]:
         settings={
             "target": target,
             "deploy.context": recipe.deploy.context,
-            "deploy.full_gate": recipe.deploy.full_gate,
+            "deploy.gate_prompts": recipe.deploy.gate_prompts,
             **rendering,
         },
         subject=target,

@@ -8,10 +8,11 @@ from pippin.engines import Sampling
 from pippin.errors import PippinError
 from pippin.figures import check_text
 from pippin.model.tokenizer import load_tokenizer
-from pippin.targets import Bundle
-from pippin.targets.agreement import Greedy, compare, load_parent
+from pippin.targets import PROMPTS, Bundle
+from pippin.targets.agreement import Effort, compare, load_parent
 from pippin.targets.gate import Limits, gate
-from pippin.targets.prompts import FEW, gate_prompts
+from pippin.targets.prompts import gate_prompts
+from pippin.targets.stepping import SteppingModel
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
@@ -29,8 +30,8 @@ def parent(folder):
 
 def test_the_prompts_are_many_kinds_and_fit(folder):
     tokenizer = load_tokenizer(folder)
-    prompts, left_out = gate_prompts(tokenizer, 512, None)
-    assert len(prompts) + sum(int(text.split()[0]) for text in left_out) == 32
+    prompts, left_out = gate_prompts(tokenizer, 512, PROMPTS)
+    assert len(prompts) + sum(int(text.split()[0]) for text in left_out) == PROMPTS
     assert max(map(len, prompts)) == 511
     assert min(map(len, prompts)) < 5
     chats = [ids for ids in prompts if tokenizer.decode(ids).startswith("<|im_start|>user\n")]
@@ -54,44 +55,63 @@ def test_scoring_a_draft_tells_the_greedy_answer(parent, tmp_path):
     """The same count of equal tokens as decoding gives, from one pass."""
     other = load_parent(write_folder(tmp_path, "llama", lambda module: CHANNEL))
     prompts = [[5, 6, 7], [9, 250, 30, 31], [40], [77, 3, 3]]
-    scored = compare(other, parent, prompts, 64, Greedy(tokens=6, stepped=0))
-    decoded = compare(other, parent, prompts, 64, Greedy(tokens=6))
+    scored = compare(other, parent, prompts, 64, Effort(greedy=6, stepped=0))
+    decoded = compare(other, parent, prompts, 64, Effort(greedy=6))
     assert scored.greedy_equal == decoded.greedy_equal < decoded.greedy_tokens == 24
     assert scored.mean_kl == decoded.mean_kl > 1e-3
     assert scored.decode_speed is None
     assert decoded.decode_speed > 0
     answer = [int(step[0]) for step in parent.generate([np.array([40])], Sampling(max_tokens=6))]
-    alone = compare(parent, parent, [[40]], 64, Greedy(tokens=6))
+    alone = compare(parent, parent, [[40]], 64, Effort(greedy=6))
     assert (alone.greedy_equal, alone.top1, len(answer)) == (6, 1.0, 6)
 
 
-def test_the_full_gate_takes_every_prompt(folder, parent, tmp_path):
-    limits = Limits(target="x", max_kl=1e-6, min_top1=1.0, prompts=1, tokens=8)
-    found = []
-    for full in (False, True):
-        bundle = Bundle(quantized=folder, folder=tmp_path, context=64, full_gate=full)
-        found.append(result(gate(bundle, load_tokenizer(folder), limits, lambda: parent)))
-    few, many = found
-    assert (few["prompts"], few["greedy_tokens"]) == (1, 8)
-    assert (few["of_prompts"], few["cut_to"]) == (many["prompts"], 8)
-    assert many["prompts"] > 20
-    assert many["load_seconds"] >= 0
-    assert "judged on 1 of" in check_text(few)
+def test_every_prompt_is_taken_unless_fewer_are_asked(folder, parent, tmp_path, monkeypatch):
+    monkeypatch.setattr("pippin.targets.gate.gate_prompts", gate_prompts)
+    limits, found, said = Limits(target="x", max_kl=1e-6, min_top1=1.0), [], []
+    for asked in ({}, {"gate_prompts": 3}):
+        bundle = Bundle(quantized=folder, folder=tmp_path, context=64, **asked)
+        found.append(result(gate(bundle, load_tokenizer(folder), limits, lambda: parent), said))
+    every, few = found
+    prompts, left_out = gate_prompts(load_tokenizer(folder), 64, PROMPTS)
+    assert every["prompts"] == len(prompts) == PROMPTS - int(left_out[0].split()[0]) > 20
+    # Answers end where the context does.
+    tokens = sum(min(len(prompt) + 8, 64) for prompt in prompts)
+    assert (every["tokens"], every["of_prompts"]) == (tokens, PROMPTS)
+    assert every["load_seconds"] >= 0
+    assert (few["prompts"], few["greedy_tokens"]) == (2, 1 + 8)
+    assert (
+        f"x: judged on {len(prompts)} of 32 prompts, {tokens:,} tokens; loaded in" in said[1].text
+    )
+    assert "answers" in check_text(every)
     assert check_text({"prompts": 4, "mean_kl": 0.1}) == "judged on 4 prompts"
-    assert "the first 8 tokens of each; loaded in" in check_text(few)
-    assert "answers" in check_text(many)
 
 
-def test_a_minute_is_used_and_then_said(folder, parent, tmp_path, monkeypatch):
-    limits = Limits(target="x", max_kl=1e-6, min_top1=1.0, tokens=8, greedy=Greedy(tokens=1))
-    bundle = Bundle(quantized=folder, folder=tmp_path, context=64)
-    events = []
-    few = result(gate(bundle, load_tokenizer(folder), limits, lambda: parent), events)
-    assert few["prompts"] == FEW
-    assert f"x: judged on {FEW} of " in events[-1].text
-    monkeypatch.setattr("pippin.targets.gate.SECONDS", 60)
-    all_of_them = result(gate(bundle, load_tokenizer(folder), limits, lambda: parent))
-    assert all_of_them["prompts"] == all_of_them["of_prompts"] == few["of_prompts"]
+class Slow(SteppingModel):
+    """A model as a runtime that gives the last logits of a call alone."""
+
+    def __init__(self, model):
+        super().__init__(64)
+        self.model, self.tokens, self.calls = model, [], 0
+
+    def last_logits(self, tokens, start):
+        self.tokens, self.calls = [*self.tokens[:start], *tokens], self.calls + 1
+        found, logits_V = self.model.topk(np.array([self.tokens]), 320), np.empty(320, np.float32)
+        logits_V[found.ids_BTK[0, -1]] = found.logprobs_BTK[0, -1]
+        return logits_V
+
+
+def test_slow_runtimes_are_judged_where_an_answer_begins(parent):
+    prompts, calls = [[5, 6, 7], list(range(20, 32))], []
+    for whole in (True, False):
+        slow = Slow(parent)
+        found = compare(slow, parent, prompts, 64, Effort(greedy=4, stepped=0, whole=whole))
+        assert found.tokens == 3 + 4 + (12 if whole else 8) + 4
+        assert found.greedy_equal == 8
+        assert (found.top1, found.greedy_tokens) == (1, 8)
+        assert found.max_difference < 1e-4
+        calls.append(slow.calls)
+    assert calls == [23, 19]
 
 
 def result(events, said=None):

@@ -13,6 +13,7 @@ from pippin.figures import bytes_text, count_text, counted, duration_text, share
 from pippin.plan import Plan
 from pippin.report.table import NONE, PARTITION
 from pippin.steps import Step
+from pippin.targets import PROMPTS
 
 UNKNOWN = "?"
 # Columns of the summary that fit 80 characters; the report has them all.
@@ -136,6 +137,9 @@ def plan_facts(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.updates:
         total = count_text(plan.updates * plan.tokens_per_step)
         yield "updates", f"{plan.updates:,}, {total} tokens with padding"
+    if plan.recipe.deploy.targets:
+        count = plan.recipe.deploy.gate_prompts
+        yield "gate", f"every deployed file on {count} of {PROMPTS} prompts"
     yield "folder", str(plan.folder)
     yield from (("notice", text) for text in plan.notices)
 

@@ -25,7 +25,10 @@ def deploy(job: Job) -> Iterator[Event]:
     scores: dict[str, Any] = {}
     with artifact.writing(job.folder, job.origin, scores) as folder:
         bundle = Bundle(
-            quantized=model, folder=folder, context=asked.context, full_gate=asked.full_gate
+            quantized=model,
+            folder=folder,
+            context=asked.context,
+            gate_prompts=asked.gate_prompts,
         )
         with needs_of(job.subject):
             require_sound(model)

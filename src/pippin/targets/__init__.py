@@ -50,19 +50,20 @@ PACKAGES = {
     "mlx": ("mlx", "mlx_lm", "torch"),
 }
 SHORTEST = 8  # tokens that a deployed model must hold
+PROMPTS = 32  # in prompts.jsonl
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bundle:
     """One deployment to make: from the quantized folder into `folder`, which exists.
 
-    `full_gate` compares the file on every prompt of targets/prompts.jsonl, however long it takes.
+    The file is compared on the first `gate_prompts` prompts of targets/prompts.jsonl.
     """
 
     quantized: Path
     folder: Path
     context: int
-    full_gate: bool = False
+    gate_prompts: int = PROMPTS
 
 
 class Target(Protocol):

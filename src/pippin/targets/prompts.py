@@ -1,8 +1,8 @@
 """The prompts that deployed files are compared on: prose, code, chats, special tokens, scripts.
 
-prompts.jsonl holds them. In the public domain are the passages of Austen, Carroll, Dickens,
-Lincoln, Melville and Shakespeare and the first article of the Universal Declaration of Human
-Rights; the rest was written for pippin and has its licence.
+prompts.jsonl holds them; the first six are of all kinds. In the public domain are the passages of
+Austen, Carroll, Dickens, Lincoln, Melville and Shakespeare and the first article of the Universal
+Declaration of Human Rights; the rest was written for pippin and has its licence.
 """
 
 import itertools
@@ -14,14 +14,12 @@ from pippin.errors import DataError
 from pippin.model.tokenizer import Tokenizer
 
 LONGEST = 512
-# The first ones stand for all: Chinese, a chat, special tokens, code, a system message, prose.
-FEW = 6
 
 
 def gate_prompts(
-    tokenizer: Tokenizer, context: int, count: int | None
+    tokenizer: Tokenizer, context: int, count: int
 ) -> tuple[list[list[int]], list[str]]:
-    """The first `count` prompts as token ids, all for None, and what could not be among them.
+    """The first `count` prompts as token ids, and what could not be among them.
 
     Texts are cut to what the context holds, chats that do not fit are left out.
     """

@@ -15,6 +15,8 @@ from pippin.engines import Sampling, Tokens, TopK
 from pippin.engines.sampling import sample
 from pippin.errors import ModelError
 
+_TOGETHER = 64  # tokens whose log-probabilities over the whole vocabulary are held
+
 
 class SteppingModel(abc.ABC):
     """A Scorer over `last_logits`. Rows are run in turn; each overwrites the cache of the last.
@@ -35,22 +37,34 @@ class SteppingModel(abc.ABC):
         A row starts at 0: the KV cache needs no clearing.
         """
 
-    def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """Logits after every token of one row, (T, V), a step each."""
+    def logits(self, tokens: Sequence[int], first: int = 0) -> NDArray[np.float32]:
+        """Logits after every token of one row from `first` on, (T, V), a step each."""
         self.require_room(len(tokens))
-        return np.stack([self.last_logits([token], i) for i, token in enumerate(tokens)])
+        beginning = self.last_logits(tokens[: first + 1], 0)
+        rest = enumerate(tokens[first + 1 :], first + 1)
+        return np.stack([beginning, *(self.last_logits([token], i) for i, token in rest)])
 
     def logprobs(self, tokens_BT: Tokens) -> NDArray[np.float32]:
         """log p(token t+1 | tokens up to t), (B, T-1) float32; ModelError beyond the context."""
         return np.stack([self._row_logprobs(row) for row in np.asarray(tokens_BT, np.int64)])
 
-    def topk(self, tokens_BT: Tokens, k: int, ids_BTK: NDArray[np.int32] | None = None) -> TopK:
-        """The k likeliest next tokens at every position, then the given ids, in one pass."""
-        rows = [log_softmax(self.logits(row)) for row in np.asarray(tokens_BT, np.int64)]
-        best_BTK = np.stack([largest(row, k) for row in rows]).astype(np.int32)
-        ids_BTK = best_BTK if ids_BTK is None else np.concatenate([best_BTK, ids_BTK], -1)
-        logprobs = [np.take_along_axis(*pair, -1) for pair in zip(rows, ids_BTK, strict=True)]
-        return TopK(ids_BTK=ids_BTK, logprobs_BTK=np.stack(logprobs).astype(np.float32))
+    def topk(
+        self,
+        tokens_BT: Tokens,
+        k: int,
+        ids_BTK: NDArray[np.int32] | None = None,
+        first: int = 0,
+    ) -> TopK:
+        """The k likeliest next tokens at every position from `first` on, then the given ids."""
+        rows_BT = np.asarray(tokens_BT, np.int64)
+        none_BTK = np.empty((*rows_BT[:, first:].shape, 0), np.int32)
+        given_BTK = none_BTK if ids_BTK is None else ids_BTK
+        found = [
+            _likeliest(self.logits(row_T, first), k, given_TK)
+            for row_T, given_TK in zip(rows_BT, given_BTK, strict=True)
+        ]
+        ids, logprobs = zip(*found, strict=True)
+        return TopK(ids_BTK=np.stack(ids), logprobs_BTK=np.stack(logprobs))
 
     def generate(self, prompts: Sequence[Tokens], sampling: Sampling) -> Iterator[list[int | None]]:
         """Each step's token of every prompt; None for a row that has ended.
@@ -97,6 +111,23 @@ class SteppingModel(abc.ABC):
                 return
             yield token
             tokens, start = [token], start + len(tokens)
+
+
+def _likeliest(
+    logits_TV: NDArray[np.float32], k: int, given_TK: NDArray[np.int32]
+) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """Ids and log-probabilities, (T, K) each, the given ones behind the k likeliest.
+
+    Some tokens at a time: a row's logits can be large.
+    """
+    ids, logprobs = [], []
+    for start in range(0, len(logits_TV), _TOGETHER):
+        stop = start + _TOGETHER
+        logprobs_XV = log_softmax(logits_TV[start:stop])
+        best_XK = largest(logprobs_XV, k).astype(np.int32)
+        ids.append(np.concatenate([best_XK, given_TK[start:stop]], -1))
+        logprobs.append(np.take_along_axis(logprobs_XV, ids[-1], -1).astype(np.float32))
+    return np.concatenate(ids), np.concatenate(logprobs)
 
 
 def log_softmax(logits_TV: NDArray[Any]) -> NDArray[Any]:

@@ -42,13 +42,15 @@ class AimodelModel(SteppingModel):
             tokens, start = tokens[-1:], start + len(tokens) - 1
         return self._run(tokens, start, [len(tokens) - 1])[0]
 
-    def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """Logits after every token of one row, (T, V), in one call, or two for a full context."""
+    def logits(self, tokens: Sequence[int], first: int = 0) -> NDArray[np.float32]:
+        """Logits after every token of one row from `first` on, (T, V).
+
+        In one call, or two for a full context.
+        """
         longest = self.context - 1
         parts = [(tokens[:longest], 0), (tokens[longest:], longest)]
-        return np.concatenate(
-            [self._run(part, start, range(len(part))) for part, start in parts if len(part)]
-        )
+        found = [self._run(part, start, range(len(part))) for part, start in parts if len(part)]
+        return np.concatenate(found)[first:]
 
     def _row_logprobs(self, row_T: NDArray[np.int64]) -> NDArray[np.float32]:
         logprobs_TV = log_softmax(self.logits(row_T[:-1].tolist()))

@@ -8,7 +8,7 @@ from pippin.errors import ModelError
 from pippin.events import Event
 from pippin.model.tokenizer import load_tokenizer
 from pippin.targets import Bundle
-from pippin.targets.agreement import Greedy
+from pippin.targets.agreement import Effort
 from pippin.targets.bundle import (
     copy_side_files,
     describe,
@@ -33,8 +33,7 @@ LIMITS = Limits(
     target="coreai",
     max_kl=1e-4,
     min_top1=0.98,
-    prompts=4,
-    greedy=Greedy(tokens=3, stepped=1),
+    effort=Effort(stepped=1),
 )
 
 

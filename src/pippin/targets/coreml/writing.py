@@ -14,7 +14,7 @@ from pippin.events import Event
 from pippin.model.quantized import DenseView
 from pippin.model.tokenizer import Tokenizer, load_tokenizer
 from pippin.targets import Bundle
-from pippin.targets.agreement import Greedy
+from pippin.targets.agreement import Effort
 from pippin.targets.bundle import (
     copy_side_files,
     describe,
@@ -41,10 +41,8 @@ RUNTIME = "its own program in numpy, rounded to float16: Core ML itself was not 
 LIMITS = Limits(
     target="coreml",
     max_kl=0.01,
-    min_top1=0.95,
-    prompts=3,
-    tokens=24,
-    greedy=Greedy(tokens=4, stepped=1),
+    min_top1=0.9,
+    effort=Effort(stepped=1, whole=False),
 )
 
 
@@ -63,7 +61,7 @@ def write(bundle: Bundle) -> Iterator[Event]:
     copy_side_files(bundle)
     yield progress(1, started)
     model = PackageModel(bundle.folder / FILE, context)
-    wide = _overflowing(model, tokenizer)
+    wide = _overflowing(model, tokenizer, bundle.gate_prompts)
     if wide:
         yield notice("coreml", f"float16 does not hold {_named(wide)}: computed in float32")
         save(weights, bundle.folder / FILE, wide)
@@ -82,12 +80,12 @@ def write(bundle: Bundle) -> Iterator[Event]:
     yield progress(2, started)
 
 
-def _overflowing(model: PackageModel, tokenizer: Tokenizer) -> dict[str, float]:
-    """Operators whose results no float16 holds on a few prompts, and the largest of each."""
-    prompts, _ = gate_prompts(tokenizer, model.context, LIMITS.prompts)
+def _overflowing(model: PackageModel, tokenizer: Tokenizer, count: int) -> dict[str, float]:
+    """Operators whose results no float16 holds on the gate's prompts, and the largest of each."""
+    prompts, _ = gate_prompts(tokenizer, model.context, count)
     model.tolerant = True
     for prompt in prompts:
-        model.last_logits(prompt[: LIMITS.tokens], 0)
+        model.last_logits(prompt, 0)
     model.tolerant = False
     return model.overflowed
 

@@ -8,7 +8,8 @@ stretches.py    what XNNPACK gets, and the program around it
 lowering.py     export, delegation, serialization
 delegation.py   which operators a delegate took, of what share of the work
 runtime.py      the .pte as a Scorer
-check.py        the .pte against eager torch
+recording.py    what a .pte hands from layer to layer while it runs
+check.py        the .pte against PyTorch, layer by layer
 stored.py       the codes in the .pte against the folder's
 writing.py      the bundle
 sharing.py      what the .pte stores twice, taken out

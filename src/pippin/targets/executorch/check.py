@@ -1,171 +1,156 @@
-"""Proves a .pte against the same quantized program in eager torch, beside the gate of all targets.
+"""Proves a .pte stretch by stretch against the same quantized program in PyTorch.
 
 Activations are rounded to int8 in front of every linear, so a difference in a sum's last bit can
-move a code by a step, and each step moves others: in a deep model two runs that differ in nothing
-but the order of a sum end apart by as much as the rounding itself. How far is measured beside the
-file, by nudging the eager program; the file may not differ by more than that.
+move a code by a step, and each step moves others: logits of a deep model do not tell a right file
+from a wrong one. A stretch between two caches does. The runtime records what the file gave to each
+stretch and got from it; PyTorch computes the stretch, and the attention before it, from the same
+input. Where a token's results are not the file's, some activation lay on the border between two
+codes: then noise of float32's own size in front of the rounding gives the file's in some draw.
 
-Shape letters: B batch (1), T tokens, V vocab, D hidden.
+Shape letters: B batch (1), T tokens, H heads, K kv heads, C head channels.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from pippin.errors import PippinError
 from pippin.targets.decoder import Weights
-from pippin.targets.executorch.runtime import PteModel
-from pippin.targets.native_log import without_harmless_lines
+from pippin.targets.executorch.parts import XnnpackParts
+from pippin.targets.executorch.recording import Call, record
+from pippin.targets.executorch.stretches import cut
 
-# Relative size of the nudge: above float32's own rounding, far below a step of int8.
-NUDGE = 1e-5
-# Allowed over the nudged program: factor and offset of the KL, share of top-1 tokens.
-KL_FACTOR, KL_OFFSET, TOP1_SLACK = 2.0, 1e-3, 0.05
-# Tokens whose logits are held at a time.
-_TOGETHER = 64
+# What a token's results may differ by, relative to the largest of them.
+LIMIT = 1e-4
+# Relative size of the noise, a few of float32's last bits, and how often it is drawn.
+NOISE, DRAWS = 1e-6, 64
+_TINY = 1e-30
+_OWN_BYTES = 8 << 20  # of the record, beside tensors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figures:
-    """Means over all tokens of all rows; KL in nats a token, differences of logits.
+    """Over all tokens of all prompts; differences are relative to the largest of a token's results.
 
-    `nudged_*` compare the eager program with itself after a nudge. `prefill_kl` compares a row
-    taken at once with the same row token by token, both in the file. `median_difference` is the
-    median over tokens of the median over the vocabulary.
+    `max_difference` is that of the stretches, `between_difference` of what lies before and between
+    them, vectors of tokens, rotations and attention. `determined` is the share of results, stretch
+    by stretch and token by token, that were the file's without noise.
     """
 
-    rows: int
+    prompts: int
     tokens: int
-    mean_kl: float
-    nudged_kl: float
-    top1: float
-    nudged_top1: float
-    prefill_kl: float
+    stretches: int
     max_difference: float
-    median_difference: float
+    between_difference: float
+    determined: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Part:
-    """Some tokens of a row, each with its figures."""
+class _Step:
+    """One stretch over some tokens: what came before it by PyTorch, what the file gave, results."""
 
-    kl_T: Tensor
-    nudged_kl_T: Tensor
-    equal_T: Tensor
-    nudged_equal_T: Tensor
-    median_T: Tensor
-    most_T: Tensor
+    part: nn.Module
+    wanted: list[Tensor]
+    given: list[Tensor]
+    results: list[Tensor]
 
 
-class CheckedModel(PteModel):
-    """A .pte that is compared with eager torch on every row whose logits are asked for."""
+def prove(path: Path, weights: Weights, prompts: Sequence[Sequence[int]]) -> Figures:
+    """Run prompts, the last token by itself, and hold every stretch of the file to PyTorch's.
 
-    def __init__(self, path: Path, weights: Weights) -> None:
-        super().__init__(path, weights.shape.context)
-        self._weights = weights
-        self._parts: list[_Part] = []
-        self._prefill_kls: list[float] = []
-
-    def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """Logits after every token of one row, (T, V), a step each."""
-        found_TV = super().logits(tokens)
-        last_V, at_once_V = map(torch.from_numpy, (found_TV[-1], self.last_logits(tokens, 0)))
-        self._prefill_kls.append(float(_kl(last_V.log_softmax(-1), at_once_V.log_softmax(-1))))
-        eager = eager_logits(self._weights, tokens)
-        for (expected_TV, nudged_TV), part_TV in zip(
-            eager, torch.from_numpy(found_TV).split(_TOGETHER), strict=True
-        ):
-            self._parts.append(_compare(expected_TV, nudged_TV, part_TV))
-        return found_TV
-
-    def figures(self) -> Figures:
-        """The file beside eager torch; PippinError where they differ by more than rounding."""
-        figures = _figures(self._parts, self._prefill_kls)
-        kl_limit = KL_FACTOR * figures.nudged_kl + KL_OFFSET
-        top1_limit = figures.nudged_top1 - TOP1_SLACK
-        # Written so that a figure that is not a number fails.
-        kept = figures.mean_kl <= kl_limit and figures.top1 >= top1_limit
-        if not (kept and figures.prefill_kl <= 2 * kl_limit):
-            measured = ", ".join(f"{name} {value:.4g}" for name, value in asdict(figures).items())
-            raise PippinError(
-                f"executorch: the .pte does not compute what its program does: {measured}",
-                f"mean_kl may be {kl_limit:.4g}, prefill_kl twice that, top1 no less than "
-                f"{top1_limit:.4g}; use the versions of executorch and torch that pippin names",
-            )
-        return figures
-
-
-def eager_logits(weights: Weights, tokens: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Logits after every token, (T, V) float32, of the exported program and of a nudged run.
-
-    They come _TOGETHER tokens at a time.
+    Raises PippinError, with figures, where one computes something else.
     """
-    plain_TD, nudged_TD = _hidden(weights, tokens)
-    for parts in zip(plain_TD.split(_TOGETHER), nudged_TD.split(_TOGETHER), strict=True):
-        plain_TV, nudged_TV = map(weights.exit, parts)
-        yield plain_TV, nudged_TV
-
-
-def _hidden(weights: Weights, tokens: Sequence[int]) -> tuple[Tensor, ...]:
-    """What comes out of the last layer, (T, D), in both runs.
-
-    They go through a layer at once, which expands its weights once; a row begins at 0, so all
-    layers and runs can share one cache.
-    """
-    length, cache = len(tokens), weights.parts.cache(weights.shape)
-    with torch.no_grad(), without_harmless_lines():
-        ids_BT = torch.tensor([[int(token) for token in tokens]])
-        x_BTD, where = weights.entry(ids_BT, torch.tensor([0]))
-        x_BTD = torch.cat([x_BTD, _nudged(x_BTD)], 1)
-        for layer, (rope, place) in zip(weights.layers, where, strict=True):
-            heads = layer.before(x_BTD, tuple(part.repeat(1, 2, 1, 1) for part in rope))
-            of_runs = zip(*(part.split(length, 1) for part in heads), strict=True)
-            mixed_BTHC = torch.cat([cache(*qkv, place) for qkv in of_runs], 1)
-            x_BTD = layer.after(x_BTD, mixed_BTHC)
-    return x_BTD[0].split(length)
-
-
-def _nudged(x_BTD: Tensor) -> Tensor:
-    random = torch.Generator().manual_seed(0)
-    return x_BTD * (1 + NUDGE * torch.randn(x_BTD.shape, generator=random))
-
-
-def _compare(expected_TV: Tensor, nudged_TV: Tensor, found_TV: Tensor) -> _Part:
-    difference_TV = (found_TV - expected_TV).abs()
-    p_TV, nudged_TV, q_TV = (x.log_softmax(-1) for x in (expected_TV, nudged_TV, found_TV))
-    best_T = p_TV.argmax(-1)
-    return _Part(
-        kl_T=_kl(p_TV, q_TV),
-        nudged_kl_T=_kl(p_TV, nudged_TV),
-        equal_T=q_TV.argmax(-1) == best_T,
-        nudged_equal_T=nudged_TV.argmax(-1) == best_T,
-        median_T=difference_TV.median(-1).values,
-        most_T=difference_TV.amax(-1),
+    between, plain, settled = [], [], []
+    with torch.no_grad():
+        for step in (step for prompt in prompts for step in _steps(path, weights, prompt)):
+            between.append(_difference(step.wanted, step.given))
+            plain.append(_difference(step.part(*step.given), step.results))
+            settled.append(_settled(weights, step, plain[-1]))
+    figures = Figures(
+        prompts=len(prompts),
+        tokens=sum(map(len, prompts)),
+        stretches=weights.shape.num_layers + 1,
+        max_difference=float(torch.cat(settled).max()),
+        between_difference=float(torch.cat(between).max()),
+        determined=float((torch.cat(plain) <= LIMIT).float().mean()),
     )
+    # Written so that a figure that is not a number fails.
+    if not max(figures.max_difference, figures.between_difference) <= LIMIT:
+        raise PippinError(
+            "executorch: the .pte does not compute what its program does: of a token's largest "
+            f"result a stretch differs by {figures.max_difference:.3g}, what lies between "
+            f"stretches by {figures.between_difference:.3g}",
+            f"either may be {LIMIT:g}; use the versions of executorch and torch that pippin names",
+        )
+    return figures
 
 
-def _figures(parts: list[_Part], prefill_kls: list[float]) -> Figures:
-    def joined(name: str) -> Tensor:
-        return torch.cat([getattr(part, name) for part in parts]).float()
+def _steps(path: Path, weights: Weights, prompt: Sequence[int]) -> Iterator[_Step]:
+    x_BTD, where = weights.entry(torch.tensor([list(prompt)]), torch.tensor([0]))
+    wanted, last = [x_BTD, *where[0][0]], weights.shape.num_layers
+    found = _recorded(path, weights, prompt, x_BTD.shape[2])
+    for number, (part, tensors) in enumerate(zip(cut(weights), found, strict=True)):
+        # The last stretch has the last token of each call alone.
+        wanted = [tensor[:, -tensors[0].shape[1] :] for tensor in wanted]
+        given, results = tensors[: len(wanted)], tensors[len(wanted) :]
+        yield _Step(part=part, wanted=wanted, given=given, results=results)
+        if number == last:
+            return
+        x_BTD, heads = (results[0], results[1:]) if number else (given[0], results)
+        mixed_BTHC = _attended(heads, weights.shape.windows[number], weights.shape.attention_scale)
+        wanted = [x_BTD, mixed_BTHC, *(where[number + 1][0] if number + 1 < last else ())]
 
-    return Figures(
-        rows=len(prefill_kls),
-        tokens=len(joined("kl_T")),
-        mean_kl=float(joined("kl_T").mean()),
-        nudged_kl=float(joined("nudged_kl_T").mean()),
-        top1=float(joined("equal_T").mean()),
-        nudged_top1=float(joined("nudged_equal_T").mean()),
-        prefill_kl=sum(prefill_kls) / len(prefill_kls),
-        max_difference=float(joined("most_T").max()),
-        median_difference=float(joined("median_T").median()),
+
+def _recorded(
+    path: Path, weights: Weights, prompt: Sequence[int], width: int
+) -> list[list[Tensor]]:
+    """Of every stretch its tensors over all tokens, (1, T, ..)."""
+    shape = weights.shape
+    calls: list[Call] = [(prompt[:-1], 0), (prompt[-1:], len(prompt) - 1)]
+    channels = (3 * shape.num_heads + 2 * shape.num_kv_heads + 2) * shape.head_dim
+    a_token = 4 * shape.num_layers * (2 * width + channels)
+    room = 2 * len(prompt) * a_token + 16 * shape.vocab_size + _OWN_BYTES
+    runs = record(path, calls[len(prompt) == 1 :], room)
+    return [
+        [torch.cat(parts, 1) for parts in zip(*of_runs, strict=True)]
+        for of_runs in zip(*runs, strict=True)
+    ]
+
+
+def _attended(heads: Sequence[Tensor], window: int | None, scale: float) -> Tensor:
+    """(B, T, H, C) of queries (B, T, H, C), keys and values (B, T, K, C), causal."""
+    back_TT = torch.arange(heads[0].shape[1])[:, None] - torch.arange(heads[0].shape[1])
+    seen_TT = (back_TT >= 0) & (back_TT < (window or len(back_TT)))
+    mixed_BHTC = nn.functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in heads), attn_mask=seen_TT, scale=scale, enable_gqa=True
     )
+    return mixed_BHTC.transpose(1, 2)
 
 
-def _kl(p_TV: Tensor, q_TV: Tensor) -> Tensor:
-    """KL of two distributions in logarithms, by the last axis."""
-    return (p_TV.exp() * (p_TV - q_TV)).sum(-1)
+def _difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> Tensor:
+    """The largest difference of each token, (T,), relative to the largest value of its tensor."""
+    of_tensors = []
+    for a, b in zip(found, expected, strict=True):
+        largest_T = b.abs().flatten(2).amax(2)[0].clamp(min=_TINY)
+        of_tensors.append((a.view(b.shape) - b).abs().flatten(2).amax(2)[0] / largest_T)
+    return torch.stack(of_tensors).amax(0)
+
+
+def _settled(weights: Weights, step: _Step, plain_T: Tensor) -> Tensor:
+    """The same differences, of the nearest draw where there is one without noise."""
+    (open_U,) = (~(plain_T <= LIMIT)).nonzero(as_tuple=True)
+    if not len(open_U):
+        return plain_T
+    given, results = (
+        [tensor[:, open_U].repeat_interleave(DRAWS, 1) for tensor in tensors]
+        for tensors in (step.given, step.results)
+    )
+    parts = weights.parts
+    assert isinstance(parts, XnnpackParts)
+    parts.noise = NOISE
+    drawn_U = _difference(step.part(*given), results).view(-1, DRAWS).amin(1)
+    parts.noise = 0.0
+    return plain_T.index_copy(0, open_U, drawn_U)

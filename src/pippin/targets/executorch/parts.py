@@ -50,9 +50,16 @@ class Cache(nn.Module):
 
 
 class XnnpackParts:
-    """Parts over exact integer codes; see targets.decoder.Parts."""
+    """Parts over exact integer codes; see targets.decoder.Parts.
+
+    `noise` is what activations differ by before they are rounded, relative to each; 0 but where a
+    check asks what rounding makes of it.
+    """
 
     norm, rotation, cache = RMSNorm, Rotation, Cache
+
+    def __init__(self) -> None:
+        self.noise = 0.0
 
     def place(self, shape: Shape, start: int, length: int, window: int | None) -> Place:
         """The first slot: the caches' operators mask themselves what no window hides."""
@@ -81,6 +88,8 @@ class XnnpackParts:
     def inputs(self, linears: tuple[nn.Module, ...], x_BTD: Tensor) -> list[Tensor]:
         """The input, fake-quantized once for all linears that want it."""
         wanted = [bool(linear.quantized) for linear in linears]
+        if self.noise:
+            x_BTD = x_BTD * (1 + self.noise * torch.randn_like(x_BTD))
         rounded_BTD = fake_quantize(x_BTD) if any(wanted) else x_BTD
         return [rounded_BTD if want else x_BTD for want in wanted]
 

@@ -2,13 +2,14 @@
 
 import functools
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from pippin.errors import ModelError
 from pippin.events import Event, Metric
+from pippin.model.config import read_config
 from pippin.model.tokenizer import Tokenizer, load_tokenizer
 from pippin.targets import Bundle
 from pippin.targets.bundle import (
@@ -22,7 +23,7 @@ from pippin.targets.bundle import (
 )
 from pippin.targets.decoder import Weights
 from pippin.targets.executorch import lowering, stretches
-from pippin.targets.executorch.check import CheckedModel
+from pippin.targets.executorch.check import prove
 from pippin.targets.executorch.delegation import read_delegation
 from pippin.targets.executorch.guide import guide
 from pippin.targets.executorch.parts import read_weights
@@ -32,11 +33,13 @@ from pippin.targets.executorch.stored import require_stored
 from pippin.targets.families import refuse_family
 from pippin.targets.folder import Folder
 from pippin.targets.gate import Limits, gate
+from pippin.targets.prompts import gate_prompts
 
 PROGRAM, BACKEND = "model.pte", "xnnpack"
 RUNTIME = "a program of ExecuTorch's own runtime"
 # XNNPACK rounds what goes into a matrix to 8 bits, which the quantized model in PyTorch does not;
-# check.py compares with a program that does, and is strict.
+# check.py holds every layer, on so many prompts, to one that does, and is strict.
+PROVEN_ON = 6
 LIMITS = Limits(target="executorch", max_kl=0.2, min_top1=0.7)
 
 TWICE = (
@@ -56,8 +59,7 @@ def write(bundle: Bundle) -> Iterator[Event]:
     context = require_context(bundle)
     tokenizer = load_tokenizer(bundle.quantized)
     started = time.perf_counter()
-    folder = Folder(bundle.quantized)
-    weights = read_weights(folder, context)
+    weights = read_weights(Folder(bundle.quantized), context)
     edge = stretches.lower(weights, runner_constants(tokenizer, weights))
     graph = edge.exported_program().graph_module
     delegation = read_delegation(graph, BACKEND, stretches.why)
@@ -66,7 +68,7 @@ def write(bundle: Bundle) -> Iterator[Event]:
         lowering.serialize(edge).write_to_file(file)
     del edge
     shared = share_segments(bundle.folder / PROGRAM)
-    if folder.config.tied_embeddings and not shared:
+    if read_config(bundle.quantized).tied_embeddings and not shared:
         yield notice("executorch", TWICE)
     copy_side_files(bundle)
     yield progress(2, started)
@@ -76,23 +78,26 @@ def write(bundle: Bundle) -> Iterator[Event]:
         "delegation": asdict(delegation),
         "shared_bytes": shared,
     }
-    said |= yield from _checked(bundle, tokenizer, weights)
+    stored, layers = _proven(bundle, tokenizer, weights)
+    yield Metric(stage="deploy", step=0, values={k: float(v) for k, v in layers.items()})
+    del weights
+    check = yield from gate(bundle, tokenizer, LIMITS, functools.partial(_open, bundle))
+    said |= {"stored": stored, "check": check | {"layers": layers}}
     files = {PROGRAM: "weights and program"}
     finish(bundle, describe(bundle, "executorch", tokenizer, files) | said, guide)
     yield progress(3, started)
 
 
-def _checked(
-    bundle: Bundle, tokenizer: Tokenizer, weights: Weights
-) -> Generator[Event, None, dict[str, Any]]:
-    """What deploy.json says of the stored codes and of the program's figures, all in order."""
+def _proven(bundle: Bundle, tokenizer: Tokenizer, weights: Weights) -> tuple[int, dict[str, Any]]:
+    """How many tensors are stored as they were quantized, and the layers' figures."""
     path = bundle.folder / PROGRAM
     stored = require_stored(path, weights)
-    load_file = functools.cache(lambda: CheckedModel(path, weights))
-    figures = yield from gate(bundle, tokenizer, LIMITS, load_file)
-    eager = asdict(load_file().figures())
-    yield Metric(stage="deploy", step=0, values={k: float(v) for k, v in eager.items()})
-    return {"stored": stored, "check": figures | {"eager": eager}}
+    prompts, _ = gate_prompts(tokenizer, bundle.context, PROVEN_ON)
+    return stored, asdict(prove(path, weights, prompts))
+
+
+def _open(bundle: Bundle) -> PteModel:
+    return PteModel(bundle.folder / PROGRAM, bundle.context)
 
 
 def load(folder: Path) -> PteModel:

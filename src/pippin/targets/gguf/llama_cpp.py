@@ -52,10 +52,10 @@ class LlamaCppModel(SteppingModel):
         """Logits after the last of some tokens, (V,)."""
         return self._run(tokens, start)[-1]
 
-    def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """Logits after every token of one row, (T, V)."""
+    def logits(self, tokens: Sequence[int], first: int = 0) -> NDArray[np.float32]:
+        """Logits after every token of one row from `first` on, (T, V)."""
         self.require_room(len(tokens))
-        return self._run(tokens, 0)
+        return self._run(tokens, 0)[first:]
 
     def _run(self, tokens: Sequence[int], start: int) -> NDArray[np.float32]:
         self._model.n_tokens = start  # what llama.cpp holds beyond is dropped at the next call

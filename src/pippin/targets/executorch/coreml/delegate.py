@@ -8,7 +8,7 @@ from executorch.backends.apple.coreml.compiler import CoreMLBackend
 from executorch.backends.apple.coreml.partition import CoreMLPartitioner
 from executorch.exir import EdgeProgramManager
 
-from pippin.targets.agreement import Greedy
+from pippin.targets.agreement import Effort
 from pippin.targets.decoder import Weights
 from pippin.targets.executorch import lowering
 from pippin.targets.executorch.coreml.parts import CoreMlDelegateParts
@@ -28,9 +28,8 @@ def delegate() -> Delegate:
         limits=Limits(
             target="executorch-coreml",
             max_kl=0.01,
-            min_top1=0.95,
-            tokens=24,
-            greedy=Greedy(tokens=4, stepped=2),
+            min_top1=0.9,
+            effort=Effort(stepped=1, whole=False),
         ),
         full_calls=False,
         read_weights=lambda folder, context: Weights(CoreMlDelegateParts(), folder, context),

@@ -7,6 +7,7 @@ import torch
 from executorch.exir import EdgeProgramManager
 
 from pippin.engines import Scorer
+from pippin.targets.agreement import Effort
 from pippin.targets.decoder import Weights
 from pippin.targets.executorch import lowering
 from pippin.targets.executorch.delegated import Delegate
@@ -24,7 +25,12 @@ def delegate() -> Delegate:
         backend="mlx",
         runtime="its MLX bytecode in PyTorch, in float32: MLX itself was not run",
         # The same codes and float32 on both sides.
-        limits=Limits(target="executorch-mlx", max_kl=1e-4, min_top1=0.98, tokens=48),
+        limits=Limits(
+            target="executorch-mlx",
+            max_kl=1e-4,
+            min_top1=0.98,
+            effort=Effort(stepped=1, whole=False),
+        ),
         full_calls=True,
         read_weights=_read_weights,
         lower=_lower,

@@ -6,7 +6,7 @@ import torch
 from executorch.backends.vulkan.partitioner.vulkan_partitioner import VulkanPartitioner
 from executorch.exir import EdgeProgramManager
 
-from pippin.targets.agreement import Greedy
+from pippin.targets.agreement import Effort
 from pippin.targets.decoder import Weights
 from pippin.targets.executorch import lowering
 from pippin.targets.executorch.delegated import Delegate
@@ -26,9 +26,7 @@ def delegate() -> Delegate:
             target="executorch-vulkan",
             max_kl=1e-4,
             min_top1=0.98,
-            prompts=3,
-            tokens=16,
-            greedy=Greedy(tokens=4),
+            effort=Effort(stepped=1, whole=False),
         ),
         full_calls=True,
         read_weights=lambda folder, context: Weights(VulkanParts(), folder, context),
