@@ -12,6 +12,7 @@ from pippin.errors import ModelError, PippinError, UsageError
 from pippin.forecast import Forecast, look
 from pippin.machine import Accelerator
 from pippin.plan import make_plan
+from pippin.run import with_refusals
 from pippin.steps import make_steps
 from pippin.ways import fastest_fits, kinds_that_fit, ways
 from tests.tiny_runs import MACHINE, change, make_recipe
@@ -99,6 +100,7 @@ def test_nothing_is_forecast_for_a_model_on_the_hub(recipe):
     plan = make_plan(change(recipe, model={"source": "owner/name"}), MACHINE)
     assert plan.needs == {}
     assert plan.refusals == ()
+    assert "owner/name is not here yet" in with_refusals(plan).notices[-1]
 
 
 def test_source_that_is_nothing(recipe):

@@ -268,10 +268,12 @@ def stage_function(stage: str) -> Any:
 
 def with_refusals(plan: Plan) -> Plan:
     """The plan with what engine and targets refuse: packages they lack, and models once fetched."""
+    if not plan.needs:
+        text = "is not here yet: what it needs is told once `pippin data RECIPE` has fetched it"
+        plan = replace(plan, notices=(*plan.notices, f"{plan.recipe.model.source} {text}"))
     lacking = [] if plan.machine.elsewhere else missing_packages(plan.recipe.deploy.targets)
-    asked: list[Refusal] = []
-    if (plan.model / CONFIG).is_file():
-        asked = [*_engine_refusals(plan), *check_recipe(plan.recipe, plan.model)]
+    here = (plan.model / CONFIG).is_file()
+    asked = [*_engine_refusals(plan), *check_recipe(plan.recipe, plan.model)] if here else []
     plan = _with_environment(plan)
     return replace(plan, refusals=(*plan.refusals, *lacking, *asked))
 

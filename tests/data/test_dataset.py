@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pippin.data import dataset, hub
+from pippin.data import dataset, holdout, hub
 from pippin.data.dataset import data_digest, find_splits, load_split
 from pippin.data.shapes import Row
 from pippin.errors import DataError
@@ -385,3 +385,43 @@ def test_what_looks_like_a_hub_id() -> None:
     assert hub.looks_like_hub_id("openai/gsm8k")
     assert hub.looks_like_hub_id("openai/gsm8k/main")
     assert not any(map(hub.looks_like_hub_id, ("data", "../a/b", "/a/b", "~/a/b", "a/b c")))
+
+
+def test_all_rows_at_fault_are_told_at_once(tmp_path: Path) -> None:
+    bad = [{"prompt": i, "completion": "x"} for i in range(7)]
+    path = write(tmp_path, "rows.jsonl", [*PAIRS, *bad])
+    with pytest.raises(DataError) as caught:
+        load(path)
+    named = caught.value.message.splitlines()
+    assert [line.partition(": ")[0] for line in named[:-1]] == [
+        f"rows.jsonl:{n}" for n in range(31, 36)
+    ]
+    assert named[-1] == "and 2 more"
+
+
+def test_cells_parted_by_semicolons(tmp_path: Path) -> None:
+    path = write(tmp_path, "rows.csv", "prompt;completion\n1,5;b\n")
+    with pytest.raises(DataError, match="parted by ';', not by commas"):
+        load(path)
+
+
+def test_rows_inside_an_object_are_pointed_at(tmp_path: Path) -> None:
+    path = write(tmp_path, "rows.json", json.dumps({"name": "x", "data": PAIRS}, indent=1))
+    with pytest.raises(DataError) as caught:
+        load(path)
+    assert caught.value.hint == "if the rows are the list under 'data', save that list alone"
+
+
+def test_held_out_rows_that_training_asks_too() -> None:
+    def row(asked: str, answer: str, where: str = "") -> Row:
+        turns = [("system", "s"), ("user", asked), ("assistant", answer)]
+        messages = tuple({"role": r, "content": text} for r, text in turns if text)
+        return Row(messages=messages, where=where)
+
+    train = [row("a", "1"), row("b", "2"), row("a", "1"), row("", "alone")]
+    held_out = [row("c", "1", "t:1"), row("b", "3", "t:2"), row("", "other", "t:3")]
+    (text,) = holdout.seen_before(held_out, train, "test")
+    assert text.startswith("1 of 3 test rows ask what a training row asks, t:2 first")
+    assert holdout.seen_before(held_out[::2], train, "test") == []
+    assert holdout.repeated(train) == ["train: 1 row said before, word for word"]
+    assert holdout.repeated(train[:2]) == []

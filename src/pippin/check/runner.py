@@ -138,5 +138,5 @@ def _no_start(engine: str, end: str, noise: IO[str]) -> PippinError:
     last = next((line for line in reversed(noise.read().splitlines()) if line.strip()), end)
     return PippinError(
         f"engine {engine} does not start: {last.strip()}",
-        f"install it anew: pip install --force-reinstall 'pippin[{engine}]'",
+        f"install it anew: pip install --force-reinstall {engine}",
     )

@@ -10,6 +10,7 @@ from pathlib import PurePath
 import numpy as np
 from numpy.typing import NDArray
 
+from pippin.data.faults import every
 from pippin.data.files import DOCUMENTS
 from pippin.data.fit import Tokenized, fit
 from pippin.data.shapes import Row
@@ -81,7 +82,7 @@ def _mark_rows(rows: Sequence[Row], tokenizer: Tokenizer, data: Data) -> list[Ma
     pairs = [i for i, row in enumerate(rows) if _is_pair(row, tokenizer, data)]
     plain = {*texts, *pairs}
     chats = [i for i in range(len(rows)) if i not in plain]
-    layouts = [lay_out(rows[i], tokenizer, data.train_on) for i in chats]
+    layouts = every(lambda i: lay_out(rows[i], tokenizer, data.train_on), chats)
     found = dict(zip(texts, _mark_texts([rows[i] for i in texts], tokenizer), strict=True))
     found |= zip(pairs, _mark_pairs([rows[i] for i in pairs], tokenizer, data), strict=True)
     found |= zip(chats, mark(layouts, tokenizer), strict=True)

@@ -4,10 +4,12 @@ import difflib
 import hashlib
 import re
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 from pippin import artifact
+from pippin.data.faults import every
 from pippin.data.files import DOCUMENTS, READERS, read_records
 from pippin.data.holdout import part_of
 from pippin.data.hub import fetch_dataset, looks_like_hub_id
@@ -81,9 +83,10 @@ def _read_rows(files: tuple[Path, ...], data: Data) -> list[Row]:
     shape = None if data.format == "auto" else data.format
     rows: list[Row] = []
     for file in files:
-        for record in read_records(file):
-            shape = shape or shape_of(record)
-            rows.append(to_row(record, shape, document=file.suffix.lower() in DOCUMENTS))
+        records = read_records(file)
+        shape = shape or shape_of(records[0])
+        document = file.suffix.lower() in DOCUMENTS
+        rows += every(partial(to_row, shape=shape, document=document), records)
     return rows
 
 

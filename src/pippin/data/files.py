@@ -77,8 +77,19 @@ def _json(path: Path) -> Iterator[Record]:
     text = decoded(path)
     if text.lstrip().startswith("["):
         yield from _json_array(path, text)
+    elif path.suffix.lower() == ".json" and (values := _json_object(text)):
+        yield Record(values=values, where=f"{path.name}:1")
     else:
         yield from _json_lines(path, text)
+
+
+def _json_object(text: str) -> dict[str, Any] | None:
+    """The one object that a text holds, over however many lines; None where it holds others."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def _json_lines(path: Path, text: str) -> Iterator[Record]:
@@ -150,6 +161,7 @@ def _csv(path: Path) -> Iterator[Record]:
     try:
         header = [name.strip() for name in next(lines)]
         start = lines.line_num + 1
+        _check_delimiter(path, header)
         for cells in lines:
             if cells:
                 _check_width(path, start, cells, header)
@@ -161,6 +173,16 @@ def _csv(path: Path) -> Iterator[Record]:
             f"{path}:{lines.line_num}: not CSV: {error}",
             'a text with commas, quotes or line breaks goes in "...", its quotes doubled',
         ) from error
+
+
+def _check_delimiter(path: Path, header: list[str]) -> None:
+    """Spreadsheets write semicolons or tabs where a comma is the decimal point."""
+    other = [mark for mark in (";", "\t") if len(header) == 1 and mark in header[0]]
+    if other:
+        raise DataError(
+            f"{path}:1: its cells are parted by {other[0]!r}, not by commas: {header[0]!r}",
+            "save it with commas, or with tabs as .tsv",
+        )
 
 
 def _check_width(path: Path, line: int, cells: list[str], header: list[str]) -> None:

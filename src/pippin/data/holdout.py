@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from pippin.data.shapes import Row
 from pippin.errors import DataError
+from pippin.figures import counted
 
 SHARE, MOST = 0.05, 1000
 
@@ -38,9 +39,33 @@ def _owners(keys: Sequence[str], parts: Sequence[str]) -> dict[str, str] | None:
     return {key: names[i] if i < len(names) else "train" for i, key in enumerate(distinct)}
 
 
+def seen_before(rows: Sequence[Row], train: Sequence[Row], split: str) -> list[str]:
+    """In words, how many rows of a held-out split ask what a training row asks; none where none."""
+    asked = {_key(row) for row in train}
+    same = [row for row in rows if _key(row) in asked]
+    if not same:
+        return []
+    return [
+        f"{len(same)} of {counted(len(rows), f'{split} row')} ask what a training row asks, "
+        f"{same[0].where} first: their figures tell what was learned by heart"
+    ]
+
+
+def repeated(rows: Sequence[Row]) -> list[str]:
+    """In words, how many rows are there more than once; none where none."""
+    more = len(rows) - len({_hash((row.messages, row.text)) for row in rows})
+    return [f"train: {counted(more, 'row')} said before, word for word"] if more else []
+
+
 def _key(row: Row) -> str:
-    asked = [m for m in row.messages or () if m["role"] != "assistant"]
-    return hashlib.sha256(repr((asked, row.text)).encode()).hexdigest()
+    """What is asked; all of it where nobody asks."""
+    asked = [m for m in row.messages or () if m["role"] not in ("assistant", "system")]
+    told = [m for m in row.messages or () if m["role"] != "assistant"] if asked else row.messages
+    return _hash((told, row.text))
+
+
+def _hash(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()
 
 
 def _piece(row: Row, part: str, parts: Sequence[str]) -> Row:

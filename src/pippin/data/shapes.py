@@ -265,7 +265,16 @@ def _unknown(record: Record) -> DataError:
         if meant and meant not in record.values:
             renames.append(f"{seen!r} -> {meant!r}")
     shapes = "; ".join("/".join(keys) for keys in KEYS.values())
+    hint = f"did you mean {', '.join(renames)}? rename the keys" if renames else f"use {shapes}"
+    rows = [key for key, value in record.values.items() if _is_rows(value)]
+    if rows:
+        hint = f"if the rows are the list under {rows[0]!r}, save that list alone"
     return DataError(
-        f"{record.where}: unknown row shape; keys seen: {', '.join(record.values) or 'none'}",
-        f"did you mean {', '.join(renames)}? rename the keys" if renames else f"use {shapes}",
+        f"{record.where}: unknown row shape; keys seen: {', '.join(record.values) or 'none'}", hint
     )
+
+
+def _is_rows(value: Any) -> bool:
+    """Whether a value looks like the rows themselves: objects with the keys of a shape."""
+    first = value[0] if isinstance(value, list) and value else None
+    return isinstance(first, dict) and any(all(k in first for k in keys) for keys in KEYS.values())

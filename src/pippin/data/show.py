@@ -13,6 +13,7 @@ from pippin.data.beginnings import WORTH_TELLING, shared_share
 from pippin.data.chat import tokenize
 from pippin.data.dataset import SPLITS, find_splits, load_split
 from pippin.data.fit import Tokenized
+from pippin.data.holdout import repeated, seen_before
 from pippin.errors import DataError
 from pippin.figures import counted
 from pippin.model.tokenizer import Tokenizer
@@ -107,9 +108,11 @@ def look(recipe: Recipe, tokenizer: Tokenizer, rows: int = 3) -> Look:
                 raise
             notices.append(f"{split}: {error.message}; {error.hint}")
             continue
-        tokenized = train if split == "train" else tokenize(found, tokenizer, recipe.data)
+        held_out = split != "train"
+        tokenized = tokenize(found, tokenizer, recipe.data) if held_out else train
         splits[split] = _counts(str(places[split]), len(found), tokenized)
         notices += [f"{split}: {text}" for text in tokenized.notices]
+        notices += seen_before(found, loaded, split) if held_out else repeated(found)
     return Look(
         rows=tuple(
             _marked(sample, loaded[sample.row].where, tokenizer) for sample in train.samples[:rows]

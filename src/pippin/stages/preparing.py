@@ -6,10 +6,12 @@ Shape letters: B rows, T tokens.
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from pippin.data.batches import Batch, BatchPlan, Sample
 from pippin.data.chat import tokenize
-from pippin.data.dataset import load_split
+from pippin.data.dataset import SPLITS, find_splits, load_split
+from pippin.data.holdout import seen_before
 from pippin.data.shapes import Row
 from pippin.errors import DataError
 from pippin.figures import counted
@@ -77,6 +79,7 @@ def prepare(job: Job) -> Material:
         notices=(
             *tokenized.notices,
             *valid_notices,
+            *_known(recipe, rows),
             *_derived(recipe, plan, tokenized.samples, total),
         ),
     )
@@ -98,6 +101,17 @@ def _validation(
     wanted = sum(int(sample.scored.sum()) for sample in tokenized.samples)
     assert sum(batch.scored_tokens for batch in batches) == wanted, "an epoch is every sample once"
     return batches, notices
+
+
+def _known(recipe: Recipe, train: list[Row]) -> list[str]:
+    """Held-out rows of a file of their own that the model is trained on all the same."""
+    found = find_splits(recipe.data, recipe.folder)
+    notices = []
+    for split in SPLITS[1:]:
+        if isinstance(found[split], Path):
+            rows = load_split(recipe.data, recipe.folder, split)
+            notices += seen_before(rows, train, split)
+    return notices
 
 
 def _derived(recipe: Recipe, plan: BatchPlan, samples: Sequence[Sample], total: int) -> list[str]:
