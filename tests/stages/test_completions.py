@@ -33,6 +33,8 @@ def test_parts_of_text_are_joined_and_developers_are_the_system():
 
 def test_fields_that_change_nothing_are_accepted():
     assert chat(n=1, presence_penalty=0.0, tools=[], response_format={"type": "text"}, user="me")
+    echoed = {"role": "assistant", "content": "", "refusal": None, "annotations": [], "name": "b"}
+    assert chat(messages=[*HI, echoed]).said == [*HI, {"role": "assistant", "content": ""}]
 
 
 @pytest.mark.parametrize(
@@ -59,6 +61,7 @@ def test_fields_that_change_nothing_are_accepted():
         ({"messages": "hi"}, "messages"),
         ({"messages": [{"role": "oracle", "content": "hi"}]}, "messages[0]"),
         ({"messages": [*HI, {"role": "user"}]}, "messages[1]"),
+        ({"messages": [{**HI[0], "tool_calls": [{"id": "1"}]}]}, "messages[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0]"),
     ],
 )

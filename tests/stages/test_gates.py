@@ -37,6 +37,16 @@ def test_nan_and_unmeasured_miss():
     ]
 
 
+def test_one_position_of_a_few_may_differ_where_not_all_must_agree():
+    gate = Gate(min_top1=0.97)
+    assert missed({"top1": 27 / 28, "tokens": 28}, gate) == []
+    assert missed({"top1": 26 / 28, "tokens": 28}, gate) == [
+        "top-1 agreement 0.929 < min_top1 0.964"
+    ]
+    assert missed({"top1": 0.969, "tokens": 1000}, gate)
+    assert missed({"top1": 27 / 28, "tokens": 28}, Gate(min_top1=1.0))
+
+
 def test_an_adapter_that_gained_nothing_has_nothing_to_keep():
     assert missed({"gain_kept": None, "no_gain": True}, Gates().quantized) == []
     assert missed({"gain_kept": None}, Gates().quantized) != []  # not measured at all

@@ -17,6 +17,8 @@ from pippin.stages.speech import Answer, Message
 Kind = Literal["chat", "text"]
 OBJECT = {"chat": "chat.completion", "text": "text_completion"}
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+# What is read of a message; who of several users spoke, no template asks.
+SAID = {"role", "content", "name"}
 # Fields that say nothing about the answer.
 UNHEARD = {"model", "user", "metadata", "store", "service_tier", "safety_identifier"}
 # Fields whose only value we can honour is the one that changes nothing.
@@ -140,6 +142,10 @@ def _message(message: Any, where: str) -> Message:
     role = ROLES.get(message.get("role")) if isinstance(message, dict) else None
     if role is None:
         raise BadRequest(f"{where} has no role of {', '.join(ROLES)}", "set its role", where)
+    for key, value in message.items():
+        if key not in SAID and value not in (None, [], {}):
+            text = f"{where}.{key} is not supported: {value!r:.60}"
+            raise BadRequest(text, "leave it out", where)
     content = message.get("content")
     if isinstance(content, list):
         texts = [part.get("text") for part in content if isinstance(part, dict)]
