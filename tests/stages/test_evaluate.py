@@ -289,6 +289,8 @@ def test_greedy_answers_are_compared_with_their_references(world):
     assert (sample["prompt"], sample["answer"], sample["reference"]) == ("a", "bx", "bx")
     assert sample["equal"] is True
     assert sample["where"].startswith("test.jsonl:1")
+    lines = (world.root / "evaluate-adapter" / "answers.jsonl").read_text("utf-8").splitlines()
+    assert [json.loads(line) for line in lines] == tuned["samples"]
     assert [answer["prompt"] for answer in tuned["answers"]] == ["a", "dd"]
 
 
@@ -479,6 +481,14 @@ def replace_sample(world, length):
         read.samples[0], tokens=np.zeros(length, np.int32), scored=np.ones(length, np.bool_)
     )
     return replace(read, samples=[long])
+
+
+def test_rows_beyond_the_limit_are_told(world):
+    few = replace(world.recipe, evaluate=replace(world.recipe.evaluate, rows=5))
+    all_rows, some = (read_exam(r, load_tokenizer(world.model)) for r in (world.recipe, few))
+    assert (len(all_rows.samples), len(some.samples)) == (8, 5)
+    told = {*some.notices} - {*all_rows.notices}
+    assert told == {"scored: the first 5 of 8 test rows, as evaluate.rows says"}
 
 
 def test_questions_that_were_dropped_as_rows_are_not_asked_and_that_is_said(world):

@@ -24,6 +24,7 @@ from pippin.stages.scoring import Scored, Sheet, groups
 from pippin.stages.shipped import measure_shipped
 
 SCORES = "scores.json"
+ANSWERS = "answers.jsonl"
 SAMPLES_KEPT = 20
 
 
@@ -46,7 +47,7 @@ def evaluate(job: Job) -> Iterator[Event]:
     headline: dict[str, Any] = {}
     with artifact.writing(job.folder, job.origin, headline) as folder:
         yield from sitting.score(folder)
-        yield from sitting.answer()
+        yield from sitting.answer(folder)
         (folder / SCORES).write_text(json.dumps(sitting.scores, indent=2) + "\n")
         headline.update({k: v for k, v in sitting.scores.items() if not isinstance(v, list | dict)})
     yield Finished(stage=job.stage, folder=str(job.folder), summary=headline)
@@ -171,11 +172,16 @@ class _Sitting:
         if self.exam.is_cut and (parent := self._stored("parent")) is not None:
             self.scores["same_rows"]["gain_kept"] = (base.loss - parent.loss) / gain
 
-    def answer(self) -> Iterator[Event]:
-        """Greedy answers to the held-out questions, and to the recipe's prompts."""
+    def answer(self, folder: Path) -> Iterator[Event]:
+        """Greedy answers to the held-out questions, and to the recipe's prompts.
+
+        All of the first go into `folder`, the scores keep some.
+        """
         settings, exam = self.job.recipe.evaluate, self.exam
         samples = yield from self._greedy(exam.questions, settings.max_tokens)
         answers = yield from self._greedy(exam.prompts, settings.prompt_tokens)
+        lines = [json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples]
+        (folder / ANSWERS).write_text("".join(lines), "utf-8")
         self.scores |= {
             "exact_match": exact_match(samples),
             "answered": len(samples),

@@ -79,6 +79,7 @@ def read_exam(recipe: Recipe, tokenizer: Tokenizer) -> Exam:
         prompts=prompts,
         notices=[
             *_set_aside(recipe),
+            *_not_scored(len(rows), len(scored.samples), limits.rows),
             *scored.notices,
             *_out_of_reach(asked, tokenizer, limits.max_tokens),
         ],
@@ -88,6 +89,14 @@ def read_exam(recipe: Recipe, tokenizer: Tokenizer) -> Exam:
 def _set_aside(recipe: Recipe) -> list[str]:
     place = find_splits(recipe.data, recipe.folder)["test"]
     return [] if isinstance(place, Path) else [f"no test file: held-out rows are {place}"]
+
+
+def _not_scored(rows: int, samples: int, limit: int) -> list[str]:
+    """A document is one row and many samples, which the limit counts."""
+    found, name = (rows, "test row") if rows > limit else (samples, "block")
+    if found <= limit:
+        return []
+    return [f"scored: the first {limit:,} of {counted(found, name)}, as evaluate.rows says"]
 
 
 def _questions(rows: list[Row], asked: list[Example]) -> list[Asked]:
