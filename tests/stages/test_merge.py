@@ -466,4 +466,4 @@ def test_one_pass_gives_the_merged_model_s_codes(
     errors = [
         [row["output_error"] or 0 for row in _tensors(tmp_path / name)] for name in ("one", "two")
     ]
-    assert errors[0] == pytest.approx(errors[1], rel=0.05)
+    assert errors[0] == pytest.approx(errors[1], rel=0.1)

@@ -7,46 +7,52 @@ import sys
 
 import numpy as np
 import pytest
+from tests.engines.jax.test_trainer import LORA, ROW, packed, trained
+
+from pippin.recipe import Train
 
 pytestmark = pytest.mark.jax
 
+# Rows a step, adapter or every weight, and how two devices share that.
+CASES = [(2, LORA, "rows in 2 parts, weights in 1"), (1, None, "rows in 1 parts, weights in 2")]
 PROGRAM = """
 import json, sys
 from pathlib import Path
-from tests.engines.jax.test_trainer import ROW, first_adapter, packed, trained
+from tests.engines.jax.test_mesh import CASES, losses
 from pippin.engines import load_engine
-from pippin.recipe import Train
-folder, rows, method = sys.argv[1:]
-train = Train(row_tokens=ROW, batch_rows=int(rows))
 engine = load_engine("jax", "cpu")
-trainer = trained(engine, Path(folder), train, *([None] if method == "full" else []))
-losses = [trainer.step([packed((60, 90), s, int(rows))], 1e-2).loss_sum for s in range(4)]
-from pippin.engines.jax.trainer import train_step
-print(json.dumps([losses, list(trainer.notices), train_step._cache_size()]))
+print(json.dumps([losses(engine, Path(sys.argv[1]), rows, lora) for rows, lora, _ in CASES]))
 """
 
 
-def losses(folder, devices, rows, method):
-    flags = f"--xla_force_host_platform_device_count={devices}"
+def losses(engine, folder, rows, lora):
+    """Four losses, what the trainer says, and how often its step was compiled."""
+    from pippin.engines.jax.trainer import train_step
+
+    before = train_step._cache_size()
+    trainer = trained(engine, folder, Train(row_tokens=ROW, batch_rows=rows), lora)
+    batches = [packed((60, 90), step, rows) for step in range(4)]
+    found = [trainer.step([batch], 1e-2).loss_sum for batch in batches]
+    return found, list(trainer.notices), train_step._cache_size() - before
+
+
+def test_two_devices_give_the_losses_of_one(jax_engine, tiny):
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(folder), str(rows), method],
-        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        [sys.executable, "-c", PROGRAM, str(tiny("llama"))],
+        env={
+            **os.environ,
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+            "JAX_PLATFORMS": "cpu",
+        },
         stdout=subprocess.PIPE,
         text=True,
         check=True,
     )
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.mark.parametrize(
-    ("rows", "method", "parts"),
-    [(2, "lora", "rows in 2 parts, weights in 1"), (1, "full", "rows in 1 parts, weights in 2")],
-)
-def test_two_devices_give_the_losses_of_one(tiny, rows, method, parts):
-    one, silent, _ = losses(tiny("llama"), 1, rows, method)
-    two, notices, compiled = losses(tiny("llama"), 2, rows, method)
-    assert silent == []
-    assert notices == [f"trains on 2 devices: {parts}"]
-    assert compiled == 1
-    np.testing.assert_allclose(two, one, rtol=1e-5)
-    assert two[0] != two[-1]
+    on_two = json.loads(done.stdout.splitlines()[-1])
+    for (rows, lora, parts), (two, notices, compiled) in zip(CASES, on_two, strict=True):
+        one, silent, _ = losses(jax_engine, tiny("llama"), rows, lora)
+        assert silent == []
+        assert notices == [f"trains on 2 devices: {parts}"]
+        assert compiled == 1
+        np.testing.assert_allclose(two, one, rtol=1e-5)
+        assert two[0] != two[-1]
