@@ -134,6 +134,25 @@ def test_what_cannot_gain_stays_as_it_is(parent: Path, tmp_path: Path) -> None:
     assert found.weights == {}
 
 
+@pytest.mark.parametrize("engine", ["torch", pytest.param("mlx", marks=pytest.mark.mlx)])
+def test_an_adapter_is_in_the_weights_that_are_kept(
+    parent: Path, tmp_path: Path, engine: str
+) -> None:
+    """Folder and model differ by codes alone, with an update in what has none."""
+    peft = pytest.importorskip("peft")
+    pytest.importorskip(engine)
+    asked = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(transformers.LlamaForCausalLM.from_pretrained(parent), asked)
+    adapted.save_pretrained(tmp_path / "adapter")
+    adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
+    folder = quantize_folder(tmp_path / "merged", tmp_path / "q", **SETTINGS, keep=("*down_proj*",))
+    model = load_engine(engine, "cpu").load(parent, "float32", tmp_path / "adapter")
+    found = model.recover(folder, _batches(2), seed=0)
+    pair = [_exact(parent, dict(dense_tensors(tmp_path / name))) for name in ("merged", "q")]
+    with torch.no_grad():
+        assert found.before == pytest.approx(float(_kl(*pair, _batches(2)[1:])), rel=1e-3)
+
+
 def test_norms_are_computed_with_as_their_folder_stores_them(parent: Path, tmp_path: Path) -> None:
     """A network in float32 of a folder in bfloat16; a move too small for a step shifts some."""
     from pippin.engines.torch.recovery import Recovery

@@ -19,6 +19,7 @@ from pippin.engines import Weights
 from pippin.engines.recovery import BETAS, GAIN, Norm, read_norms
 from pippin.engines.torch.body import hidden_states
 from pippin.engines.torch.coded import Rounded, stored, take_codes
+from pippin.engines.torch.lora import LoraLinear
 from pippin.engines.torch.loss import Head
 from pippin.engines.torch.rows import Rows
 from pippin.model import names
@@ -69,6 +70,7 @@ class Recovery:
 
     def _take_dense(self, view: DenseView, seed: int) -> dict[str, TunedNorm]:
         """Every other weight of the quantized folder; the norms by name."""
+        _drop_adapter(self.network)  # its update is in the folder's weights
         parameters = dict(self.network.named_parameters())
         norms = read_norms(view, self.coded, seed)
         for name in view.tensors:
@@ -129,3 +131,12 @@ class Recovery:
         """As Tuning's."""
         for norm in self.tuned_norms.values():
             norm.move_D.data.zero_()
+
+
+def _drop_adapter(network: nn.Module) -> None:
+    """Put plain linears in the place of those that an adapter has changed."""
+    adapted = [(name, m) for name, m in network.named_modules() if isinstance(m, LoraLinear)]
+    for name, module in adapted:
+        linear = nn.Linear(module.in_features, module.out_features, device="meta")
+        linear.weight, linear.bias = module.weight, module.bias
+        network.set_submodule(name, linear)
