@@ -35,7 +35,7 @@ EXTRAS = {
     "executorch-vulkan": "deploy",
     "gguf": "torch",
     "hf": "hf",
-    "mlx": "mlx",
+    "mlx": "mlx,torch",
 }
 # What each imports beside pippin's own dependencies.
 PACKAGES = {
