@@ -175,7 +175,8 @@ def _decode(target: str, scorer: Scorer, quantized: Path, folder: Path) -> list[
 
 def _llama_speed(quantized: Path, folder: Path) -> float:
     folder.mkdir()
-    list(load_target("gguf").write(Bundle(quantized=quantized, folder=folder, context=CONTEXT)))
+    bundle = Bundle(quantized=quantized, folder=folder, context=CONTEXT, gate_prompts=1)
+    list(load_target("gguf").write(bundle))
     model = LlamaCppModel(folder / "model.gguf", CONTEXT, n_threads=1, n_threads_batch=1)
     return _speed(model, quantized)
 

@@ -3,7 +3,9 @@
 Shape letters: B batch (1), T tokens.
 """
 
+import errno
 import math
+import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +19,7 @@ from executorch.devtools.etdump.serialize import deserialize_from_etdump_flatcc
 from executorch.runtime import Runtime
 from torch import Tensor
 
+from pippin.errors import PippinError
 from pippin.targets.native_log import without_harmless_lines
 
 Call = tuple[Sequence[int], int]  # tokens, the position of the first
@@ -25,9 +28,10 @@ Call = tuple[Sequence[int], int]  # tokens, the position of the first
 def record(path: Path, calls: Sequence[Call], room: int) -> list[list[list[Tensor]]]:
     """Tensors of every call's every stretch, float32: what was given, then the results.
 
-    `room` is how many bytes they may take.
+    `room` is how many bytes they may take, on the disk of `path`. Raises OSError where it is full,
+    and PippinError where the runtime was built without the record.
     """
-    with tempfile.TemporaryDirectory() as place, without_harmless_lines():
+    with tempfile.TemporaryDirectory(dir=path.parent) as place, without_harmless_lines():
         events, values = Path(place, "events"), Path(place, "values")
         program = Runtime.get().load_program(path, enable_etdump=True, debug_buffer_size=room)
         forward = program.load_method("forward")
@@ -35,10 +39,18 @@ def record(path: Path, calls: Sequence[Call], room: int) -> list[list[list[Tenso
         for tokens, start in calls:
             forward.execute((torch.tensor([list(tokens)]), torch.tensor([start])))
         program.write_etdump_result_to_file(str(events), str(values))
+        if values.stat().st_size < room:  # the runtime does not say that it could not write
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(values))
         found = deserialize_from_etdump_flatcc(events.read_bytes())
         data = torch.from_file(str(values), size=values.stat().st_size, dtype=torch.uint8)
         # The first run is the loading of the method.
-        return [_stretches(run.events or [], data) for run in found.run_data[-len(calls) :]]
+        runs = [_stretches(run.events or [], data) for run in found.run_data[-len(calls) :]]
+    if not (runs and all(runs)):
+        raise PippinError(
+            f"executorch's runtime keeps no record of its calls: {path} cannot be proven here",
+            "use the wheel of executorch that pippin names",
+        )
+    return runs
 
 
 def _stretches(events: Sequence[Any], data: Tensor) -> list[list[Tensor]]:
