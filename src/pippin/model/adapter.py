@@ -81,6 +81,7 @@ def adapted_linears(checkpoint: Checkpoint, lora: Lora) -> dict[str, tuple[int, 
             swap = names.is_transposed(view.config.model_type, name)
             linears[name] = (shape[0], shape[1]) if swap else (shape[1], shape[0])
     chosen = {name for target in lora.targets for name in _matches(target, linears)}
+    _refuse_experts(view, linears, chosen)
     return {name: shape for name, shape in linears.items() if name in chosen}
 
 
@@ -196,6 +197,20 @@ def _matches(target: str, linears: Mapping[str, Any]) -> list[str]:
             f"{ask}its linears are {', '.join(known)}",
         )
     return found
+
+
+def _refuse_experts(view: DenseView, linears: Collection[str], chosen: Collection[str]) -> None:
+    """transformers computes a layer's experts as one stacked tensor; a model's own code may not."""
+    experts = sorted((name for name in chosen if names.is_expert(name)), key=names.natural)
+    if not experts or "auto_map" in view.config.raw:
+        return
+    others = (name for name in linears if not names.is_expert(name) and not names.is_head(name))
+    listed = {f'"*.{".".join(name.split(".")[-2:])}"' for name in others}
+    raise UsageError(
+        f"lora.targets: {len(experts)} linears of experts, such as {experts[0]}, take no adapter: "
+        "they are computed as one",
+        f"name the others: lora.targets = [{', '.join(sorted(listed))}]",
+    )
 
 
 def _check_pairs(folder: Path, weights: Weights) -> None:

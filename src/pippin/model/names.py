@@ -99,6 +99,11 @@ def is_linear(tensor: str, shape: tuple[int, ...]) -> bool:
     return layer(tensor) is not None or is_head(name)
 
 
+def is_expert(module: str) -> bool:
+    """Whether the linear belongs to one expert of several in its layer."""
+    return ".experts." in module
+
+
 def is_transposed(model_type: str, module: str) -> bool:
     """Whether the weight is stored as (inputs, outputs), as GPT-2's Conv1D does."""
     return last(module) in _CONV1D.get(model_type, frozenset())
