@@ -52,7 +52,7 @@ def test_the_bundle_describes_itself(bundle):
     assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} <= {
         path.name for path in bundle.iterdir()
     }
-    assert "model.pte" in (bundle / "README.md").read_text()
+    assert "of a token's largest, in every layer." in (bundle / "README.md").read_text()
 
 
 def test_every_linear_is_in_one_of_few_subgraphs(bundle):
