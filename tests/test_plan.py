@@ -1,11 +1,14 @@
 """Plans: their steps and forecasts, and refusals with numbers and the nearest thing that fits."""
 
+import json
 import math
 import re
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from pippin import plan as planning
 from pippin.errors import ModelError, PippinError, UsageError
@@ -101,6 +104,19 @@ def test_nothing_is_forecast_for_a_model_on_the_hub(recipe):
     assert plan.needs == {}
     assert plan.refusals == ()
     assert "owner/name is not here yet" in with_refusals(plan).notices[-1]
+
+
+def test_experts_take_no_adapter_and_the_others_are_named(recipe):
+    file = recipe.folder / "model" / "model.safetensors"
+    up = np.ones((16, 8), np.float32)
+    experts = {f"model.layers.0.mlp.experts.{n}.up_proj.weight": up for n in range(2)}
+    save_file({**load_file(file), **experts}, file)
+    ((message, hint),) = make_plan(recipe, MACHINE).refusals
+    assert "2 linears of experts, such as model.layers.0.mlp.experts.0.up_proj" in message
+    offered = json.loads(hint.rpartition(" = ")[2])
+    assert "*.self_attn.q_proj" in offered
+    assert make_plan(change(recipe, lora={"targets": tuple(offered)}), MACHINE).refusals == ()
+    assert make_plan(change(recipe, train={"method": "full"}), MACHINE).refusals == ()
 
 
 def test_source_that_is_nothing(recipe):

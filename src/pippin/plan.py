@@ -12,6 +12,9 @@ from pippin.errors import PippinError, Refusal, UsageError
 from pippin.figures import bytes_text
 from pippin.forecast import Forecast, Need, look
 from pippin.machine import Machine
+from pippin.model.adapter import refuse_experts
+from pippin.model.names import CONFIG
+from pippin.model.weights import Checkpoint
 from pippin.recipe import Recipe
 from pippin.steps import Step, make_steps, model_folder, run_folder
 from pippin.ways import Way, fastest_fits, kinds_that_fit
@@ -130,6 +133,11 @@ def _require(recipe: Recipe, machine: Machine) -> None:
 
 
 def _refusals(forecast: Forecast, steps: tuple[Step, ...]) -> Iterator[Refusal]:
+    recipe, model = forecast.recipe, model_folder(forecast.recipe)
+    trains_adapter = recipe.train.method == "lora" and recipe.model.adapter is None
+    if trains_adapter and (model / CONFIG).is_file():
+        found = refuse_experts(Checkpoint(model), recipe.lora)
+        yield from [found] if found else []
     todo = [step for step in steps if artifact.read_manifest(step.folder) is None]
     for step in todo:
         need, free = forecast.need(step).memory, _free_memory(forecast, step)

@@ -207,28 +207,6 @@ def test_targets(tiny: Tiny) -> None:
     assert shapes["model.layers.0.mlp.down_proj"] == (48, 32)
 
 
-def test_experts_take_no_adapter_and_the_others_are_named(tmp_path: Path) -> None:
-    import transformers
-
-    shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8}
-    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=32, num_key_value_heads=1, intermediate_size=8, **shape, **experts
-    )
-    transformers.Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
-    checkpoint = Checkpoint(tmp_path)
-    with pytest.raises(
-        UsageError, match=r"12 linears of experts, such as .*\.0\.mlp\.experts\.0\."
-    ):
-        adapted_linears(checkpoint, Lora())
-    with pytest.raises(UsageError) as caught:
-        adapted_linears(checkpoint, Lora(targets=("q_proj", "up_proj")))
-    offered = tuple(json.loads(caught.value.hint.rpartition(" = ")[2]))
-    chosen = adapted_linears(checkpoint, Lora(targets=offered))
-    wanted = [f"model.layers.{n}.self_attn.{p}_proj" for n in (0, 1) for p in "koqv"]
-    assert list(chosen) == wanted
-
-
 def test_unknown_target_lists_the_linears(tiny: Tiny) -> None:
     with pytest.raises(UsageError, match="'qproj'") as caught:
         adapted_linears(Checkpoint(tiny("llama")), Lora(targets=("qproj",)))

@@ -15,8 +15,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from pippin.errors import ModelError, UsageError
+from pippin.errors import ModelError, Refusal, UsageError
 from pippin.model import mlx_adapter, names
+from pippin.model.config import read_raw
 from pippin.model.peft_folder import (
     parse_key,
     read_config,
@@ -81,8 +82,24 @@ def adapted_linears(checkpoint: Checkpoint, lora: Lora) -> dict[str, tuple[int, 
             swap = names.is_transposed(view.config.model_type, name)
             linears[name] = (shape[0], shape[1]) if swap else (shape[1], shape[0])
     chosen = {name for target in lora.targets for name in _matches(target, linears)}
-    _refuse_experts(view, linears, chosen)
     return {name: shape for name, shape in linears.items() if name in chosen}
+
+
+def refuse_experts(checkpoint: Checkpoint, lora: Lora) -> Refusal | None:
+    """Why a mixture's linears cannot be trained as asked, as (message, hint).
+
+    transformers computes a layer's experts as one stacked tensor; a model's own code may not.
+    """
+    experts = [name for name in adapted_linears(checkpoint, lora) if names.is_expert(name)]
+    if not experts or "auto_map" in read_raw(checkpoint.folder):
+        return None
+    others = (name for name in adapted_linears(checkpoint, Lora()) if not names.is_expert(name))
+    listed = sorted({f'"*.{".".join(name.split(".")[-2:])}"' for name in others})
+    return (
+        f"lora.targets: {len(experts)} linears of experts, such as {experts[0]}, take no adapter: "
+        "they are computed as one",
+        f"name the others: lora.targets = [{', '.join(listed)}]",
+    )
 
 
 def new_adapter(linears: Mapping[str, tuple[int, int]], lora: Lora, seed: int) -> Weights:
@@ -197,20 +214,6 @@ def _matches(target: str, linears: Mapping[str, Any]) -> list[str]:
             f"{ask}its linears are {', '.join(known)}",
         )
     return found
-
-
-def _refuse_experts(view: DenseView, linears: Collection[str], chosen: Collection[str]) -> None:
-    """transformers computes a layer's experts as one stacked tensor; a model's own code may not."""
-    experts = sorted((name for name in chosen if names.is_expert(name)), key=names.natural)
-    if not experts or "auto_map" in view.config.raw:
-        return
-    others = (name for name in linears if not names.is_expert(name) and not names.is_head(name))
-    listed = {f'"*.{".".join(name.split(".")[-2:])}"' for name in others}
-    raise UsageError(
-        f"lora.targets: {len(experts)} linears of experts, such as {experts[0]}, take no adapter: "
-        "they are computed as one",
-        f"name the others: lora.targets = [{', '.join(sorted(listed))}]",
-    )
 
 
 def _check_pairs(folder: Path, weights: Weights) -> None:
