@@ -8,6 +8,7 @@ from pippin.data.batches import BatchPlan, Sample
 from pippin.engines import Sampling, load_engine
 from pippin.engines.torch import attention
 from pippin.engines.torch.compiled import graphs
+from pippin.engines.torch.cpu_attention import Span
 from pippin.engines.torch.loss import Head, head_loss
 from pippin.engines.torch.rows import packed_rows
 from pippin.model.adapter import first_magnitudes
@@ -42,7 +43,7 @@ def test_one_kernel_for_all_samples_equals_one_a_sample():
     torch.manual_seed(0)
     shapes = [(1, 4, 40, 100), (1, 2, 40, 100), (1, 2, 40, 100)]
     leaves = [torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in shapes]
-    bounds, results = ((0, 7), (7, 8), (8, 40)), []
+    bounds, results = (Span(0, 7), Span(7, 8), Span(8, 40)), []
     for offsets in (None, torch.tensor([0, 7, 8, 40], dtype=torch.int32, device="cuda")):
         inputs = [leaf.clone().requires_grad_() for leaf in leaves]
         packing = attention.Packing(bounds=bounds, offsets=offsets)
@@ -118,7 +119,7 @@ def test_attention_and_its_gradients_equal_float64s(shape, dtype):
         torch.randn(1, sum(lengths), h, channels, generator=generator, device="cuda").to(dtype)
         for h in (heads, kv, kv, heads)
     ]
-    bounds = tuple(zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True))
+    bounds = tuple(map(Span, edges[:-1].tolist(), edges[1:].tolist()))
     assert attention.prepare(torch.device("cuda", 0))
     results = []
     for exact, packing in (

@@ -17,7 +17,7 @@ SIDE = 16  # both sides of a matrix are a multiple of it
 OLDEST = (8, 9)
 # A frame's matrix has small codes, which are as exact, so that what stands beside it may be larger.
 SMALL = 1.75
-PARTS = 3  # of a value in codes: four bits are not enough for an adapter
+PARTS = 4  # codes for a value, whose four bits are not enough for an adapter
 BALANCE, SPLIT = 16.0, 16.0
 
 
@@ -85,16 +85,16 @@ def framed_rows(matrix_OI: Tensor, extra: int) -> tuple[Tensor, Tensor]:
 def split_rows(x_NE: Tensor, scale_N1: Tensor, *, of_matrix: bool) -> Tensor:
     """Codes (N, PARTS x E) of x in its row's scale, for either side of a product over E.
 
-    With x = h + l, both rounded, the product of two sides is that of h h' + l h' + h l', which is
-    as exact as in bfloat16. NaN where x is out of reach: the loss will tell.
+    With x = h + l, both rounded, two sides give h h' + l h' + h l' + l l', which is as exact as in
+    bfloat16. NaN where x is out of reach: the loss will tell.
     """
     factor = BALANCE if of_matrix else 1.0 / BALANCE
     x_NE = x_NE.float() / scale_N1 * factor
     x_NE = x_NE.where(x_NE.abs() <= LARGEST, torch.nan)
     high_NE = x_NE.to(CODES).float()
-    low_NE, small_NE = (x_NE - high_NE) * SPLIT, high_NE / SPLIT
-    rest = (small_NE, low_NE) if of_matrix else (low_NE, small_NE)
-    return torch.cat([high_NE, *rest], 1).to(CODES)
+    low_NE = x_NE - high_NE
+    mixed = [low_NE * SPLIT, high_NE / SPLIT]
+    return torch.cat([high_NE, *(mixed[::-1] if of_matrix else mixed), low_NE], 1).to(CODES)
 
 
 def _multiply(x_NI: Tensor, codes_OI: Tensor, scale_O1: Tensor) -> Tensor:

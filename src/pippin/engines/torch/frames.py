@@ -248,17 +248,6 @@ def over_tokens(left_TM: Tensor, right_TN: Tensor) -> Tensor:
     return left_TM.T @ right_TN
 
 
-@torch.no_grad()
-def refresh(frames: Sequence[Frame]) -> None:
-    """Take the adapters' newest values."""
-    masters = [master for frame in frames for master in frame.masters]
-    if masters:
-        places = [place for frame in frames for place in frame.places]
-        torch._foreach_copy_(places, list[Tensor](masters))
-    for frame in frames:
-        frame.recode()
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Adapter:
     """One linear's pair, and its place in the frame."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from pippin.engines.torch import layer_ops as ops
 from pippin.engines.torch.attention import Packing
 from pippin.engines.torch.float8 import SIDE
-from pippin.engines.torch.frames import Frame, Wide, over_tokens, refresh
+from pippin.engines.torch.frames import Frame, Wide, over_tokens
 from pippin.engines.torch.parts import Norm, take_apart
 from pippin.engines.torch.triton_ops import attend_backward, attend_forward
 
@@ -28,7 +28,7 @@ WIDEST = 8192  # a norm's row fits a program's registers
 class Llama:
     """The parts of one layer. `window` is None for plain causal attention.
 
-    The `last` layer goes on with what is read.
+    `refresh` takes the adapters' newest values. The `last` layer goes on with what is read.
     """
 
     norms: tuple[Norm, Norm]
@@ -40,6 +40,7 @@ class Llama:
     scale: float
     window: int | None
     last: bool
+    refresh: Callable[[], None]
 
     @property
     def frames(self) -> tuple[Frame, ...]:
@@ -127,6 +128,7 @@ def find_parts(layer: nn.Module, float8: bool, last: bool) -> Llama | str:
         scale=parts.scale,
         window=parts.window,
         last=last,
+        refresh=ops.refresher((kqv, o, both, down)),
     )
 
 
@@ -152,7 +154,7 @@ def forward_of(parts: Llama) -> Callable[..., Tensor]:
 class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, parts: Llama, call: Call, *_: Tensor) -> Tensor:
-        refresh(parts.frames)
+        parts.refresh()
         x_TD = x_TD.contiguous()
         n = parts.kqv.inner(len(x_TD))
         rates_T = ops.norm(x_TD, parts.norms[0], n)[1]

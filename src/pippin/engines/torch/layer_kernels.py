@@ -249,6 +249,22 @@ def round_rows(x, codes, scales, D, x_row, codes_row, MOST: tl.constexpr, REST: 
     _put_codes(codes, after, after < D, second, scale)
 
 
+@triton.jit
+def copy_all(table, like, like_target, BLOCK: tl.constexpr):
+    """Matrices of the dtype of `like`, row by row, into others of the dtype of `like_target`.
+
+    A row of `table` (n, 6) int64: from where, to where, rows, columns, the target's strides.
+    """
+    entry = table + tl.program_id(1) * 6
+    rows, columns = tl.load(entry + 2), tl.load(entry + 3)
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < rows * columns
+    source = tl.load(entry).to(like.dtype) + place
+    target = tl.load(entry + 1).to(like_target.dtype)
+    target += place // columns * tl.load(entry + 4) + place % columns * tl.load(entry + 5)
+    tl.store(target, tl.load(source, mask=inside).to(like_target.dtype.element_ty), mask=inside)
+
+
 @triton.jit(do_not_specialize=["N"])
 def split_rows(
     x, scales, codes, N, E, x_row, x_column, codes_row, factor,
@@ -262,9 +278,11 @@ def split_rows(
     value = value / tl.load(scales + row, mask=row < N, other=1.0) * factor
     value = tl.where(tl.abs(value) <= LARGEST, value, float("nan"))
     high = value.to(codes.dtype.element_ty)
-    low = ((value - high.to(tl.float32)) * SPLIT).to(codes.dtype.element_ty)
-    small = (high.to(tl.float32) / SPLIT).to(codes.dtype.element_ty)
+    low = value - high.to(tl.float32)
+    larger = (low * SPLIT).to(codes.dtype.element_ty)
+    smaller = (high.to(tl.float32) / SPLIT).to(codes.dtype.element_ty)
     place = codes + row * codes_row + e
     tl.store(place, high, mask=inside)
-    tl.store(place + E, small if OF_MATRIX else low, mask=inside)
-    tl.store(place + 2 * E, low if OF_MATRIX else small, mask=inside)
+    tl.store(place + E, smaller if OF_MATRIX else larger, mask=inside)
+    tl.store(place + 2 * E, larger if OF_MATRIX else smaller, mask=inside)
+    tl.store(place + 3 * E, low.to(codes.dtype.element_ty), mask=inside)

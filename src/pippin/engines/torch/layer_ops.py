@@ -3,6 +3,7 @@
 Shape letters: T tokens, D hidden, F feed-forward, O outputs of query, key and value.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from pippin.engines.torch.float8 import BALANCE, SPLIT
 from pippin.engines.torch.frames import Frame, Wide
 from pippin.engines.torch.parts import Norm
 
+COPIED = 2048  # elements a program
 SPLITS = 8  # of the tokens, where sums over them are made
 GATE_TILE = {"M": 32, "N": 32, "num_warps": 2, "num_stages": 3}  # the fastest on Hopper
 
@@ -125,6 +127,23 @@ class CudaFrame(Frame):
             BALANCE if of_matrix else 1.0 / BALANCE,
             OF_MATRIX=of_matrix, SPLIT=SPLIT, M=32, WIDE_E=_power(extra), num_warps=4,
         )  # fmt: skip
+
+
+def refresher(frames: Sequence[Frame]) -> Callable[[], None]:
+    """What takes the adapters' newest values into their frames: all in one launch."""
+    pairs = [pair for f in frames for pair in zip(f.masters, f.places, strict=True)]
+    assert all(master.is_contiguous() for master, _ in pairs)
+    rows = [[m.data_ptr(), p.data_ptr(), *m.shape, *p.stride()] for m, p in pairs]
+    table = torch.tensor(rows, dtype=torch.int64, device=frames[0].below.device)
+    blocks = -(-max([m.numel() for m, _ in pairs], default=0) // COPIED)
+
+    def refresh() -> None:
+        if pairs:
+            kernels.copy_all[(blocks, len(pairs))](table, *pairs[0], BLOCK=COPIED, num_warps=8)
+        for frame in frames:
+            frame.recode()
+
+    return refresh
 
 
 def rotate(x_TO: Tensor, cos_TC: Tensor, sin_TC: Tensor, heads: int, sign: float) -> None:
