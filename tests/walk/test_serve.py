@@ -99,8 +99,19 @@ def test_a_text_is_gone_on_with_as_it_is(server):
 
 def test_a_prompt_without_room_is_told_before_a_stream_begins(server):
     long: Any = [{"role": "user", "content": "x" * 500}]
-    with pytest.raises(openai.BadRequestError, match="there is room for"):
+    with pytest.raises(openai.BadRequestError, match="501 tokens long"):
         server.client().chat.completions.create(model="any", messages=long, stream=True)
+
+
+def test_nothing_that_was_said_is_left_out(server):
+    talk: Any = [{"role": "user", "content": "x" * 50}, {"role": "assistant", "content": "y" * 50}]
+    said = server.client().chat.completions.create(
+        model="any", messages=[*talk, *HI], max_tokens=60
+    )
+    assert said.usage.prompt_tokens == 105
+    assert said.choices[0].finish_reason == "length"
+    with pytest.raises(openai.BadRequestError, match="207 tokens long"):
+        server.client().chat.completions.create(model="any", messages=[*talk, *talk, *HI])
 
 
 def test_what_is_not_supported_is_named(server):

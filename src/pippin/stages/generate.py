@@ -31,7 +31,11 @@ Notify = Callable[[Notice], None]
 
 @dataclass(kw_only=True, slots=True)
 class Speaker:
-    """A loaded model that answers. `context` is how many tokens it holds, where that is known."""
+    """A loaded model that answers. `context` is how many tokens it holds, where that is known.
+
+    A conversation that does not fit loses its oldest exchanges, which is said; without `trims` it
+    is refused.
+    """
 
     title: str
     scorer: Scorer
@@ -39,6 +43,7 @@ class Speaker:
     data: Data
     context: int | None
     notify: Notify
+    trims: bool = True
 
     def quantize_cache(self, bits: int) -> None:
         """Keep keys and values in so many bits from now on.
@@ -82,7 +87,7 @@ class Speaker:
                 f"{self.title} has no chat template",
                 "use `pippin generate` with a prompt, or tune an instruct model",
             )
-        if self.context is not None:
+        if self.context is not None and self.trims:
             # A long answer must not leave a short context without room for any question.
             room = self.context - min(sampling.max_tokens, self.context // 2)
             messages = self._trimmed(messages, room)

@@ -46,7 +46,8 @@ class Desk:
 
     async def ask(self, asked: Asked) -> Answer:
         """The answer, not yet begun; raises PippinError for what cannot be asked."""
-        speaker = self.speaker
+        # What a client said is not left out behind its back.
+        speaker = replace(self.speaker, trims=False)
         if asked.kind == "text":  # goes on with the text itself, whatever the model was tuned on
             speaker = replace(speaker, data=Data(source="", format="text"))
         return await self._work(partial(speaker.say, asked.said, asked.sampling))
