@@ -242,6 +242,16 @@ def test_faulty_overrides(recipe, override, message):
     assert message in caught.value.message
 
 
+def test_what_a_shell_or_an_editor_did_to_a_text(recipe, tmp_path):
+    with pytest.raises(RecipeError) as caught:
+        recipe(overrides=["deploy.targets=[gguf, hf]", "model.device=gpu"])
+    assert 'write ["gguf", "hf"]' in caught.value.hint
+    assert "an NVIDIA card is cuda" in caught.value.hint
+    text = '[model]\nsource = "m"\n[data]\nsource = "d"\n'
+    (tmp_path / "marked.toml").write_text(text, encoding="utf-8-sig")
+    assert load_recipe(tmp_path / "marked.toml").model.source == "m"
+
+
 def test_an_override_may_repair_the_file(recipe):
     assert recipe(("steps = 10", "steps = 0"), overrides=["train.steps=1"]).train.steps == 1
 

@@ -45,7 +45,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except IsADirectoryError:
         raise UsageError(f"{path} is a folder", "give a recipe file, e.g. recipe.toml") from None
     except FileNotFoundError:
@@ -185,7 +185,7 @@ class _Reader:
 
     def _tuple(self, item: Any, value: Any, keys: Keys) -> Any:
         if not isinstance(value, list):
-            return self.fault(keys, f"wants a list, got {_show(value)}", 'e.g. ["a", "b"]')
+            return self.fault(keys, f"wants a list, got {_show(value)}", _as_list(value))
         return tuple(self.value(item, v, keys) for v in value)
 
     def _choice(self, choices: tuple[Any, ...], value: Any, keys: Keys) -> Any:
@@ -196,6 +196,8 @@ class _Reader:
         hint = f"did you mean {near[0]}? It is {listing}" if near else f"it is {listing}"
         if keys == ("deploy", "targets"):
             hint = GONE.get(str(value), hint)
+        if value == "gpu":
+            hint = "an NVIDIA card is cuda, an Apple GPU mps"
         return self.fault(keys, f"{_show(value)} is not a choice", hint)
 
 
@@ -206,6 +208,13 @@ _EXAMPLES = {
     float: "e.g. 2e-4, without quotes",
     bool: "write true or false, without quotes",
 }
+
+
+def _as_list(value: Any) -> str:
+    """How a value that should be a list is written; a shell takes quotes away."""
+    texts = str(value).strip("[]").split(",") if isinstance(value, str) else ["a", "b"]
+    listed = ", ".join(f'"{text.strip()}"' for text in texts)
+    return f"write [{listed}]; on a command line the whole of --set in single quotes"
 
 
 def _field_names(table: str) -> set[str]:
