@@ -45,6 +45,17 @@ def test_values_and_gradients_equal_autograd(bias, dropout):
         torch.testing.assert_close(mine, theirs)
 
 
+def test_a_network_may_add_to_the_output_in_place():
+    """As Falcon adds its attention to its MLP's output."""
+    ours, x = layer(), torch.randn(2, 4, 7, dtype=torch.float64)
+    (ours(x) + 1.0).pow(2).sum().backward()
+    wanted, ours.lora_B.grad = ours.lora_B.grad, None
+    y = ours(x)
+    y += 1.0
+    y.pow(2).sum().backward()
+    torch.testing.assert_close(ours.lora_B.grad, wanted)
+
+
 def test_dora_in_bfloat16_keeps_its_gain_in_float32():
     """In bfloat16's seven bits a gain of 1.0035 would be 1."""
     base = torch.nn.Linear(7, 5, bias=False, dtype=torch.bfloat16).requires_grad_(False)

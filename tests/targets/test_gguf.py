@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gguf import GGUFReader
+from safetensors.numpy import load_file, save_file
 from tests.targets.tiny_quantized import CHANNEL, KINDS, usual
 from tests.tiny_runs import write_speaking_model
 
@@ -76,6 +78,21 @@ def test_the_scorer_is_the_file_itself(quantized, kind):
     assert list(found.generate([PROMPT], greedy)) == list(expected.generate([PROMPT], greedy))
     said = json.loads((bundle / "deploy.json").read_text())
     assert ("llama.cpp itself was not run" in said["runtime"]) != ("mean_kl" in said["check"])
+
+
+def test_biases_are_ordered_as_their_rows(quantized, monkeypatch):
+    monkeypatch.setitem(KINDS, "biased", ("LlamaConfig", {"attention_bias": True}))
+    folder = quantized("biased")
+    tensors = load_file(folder / "model.safetensors")
+    bias_O = tensors["model.layers.0.self_attn.k_proj.bias"]
+    bias_O[:] = np.arange(len(bias_O))
+    save_file(tensors, folder / "model.safetensors")
+    bundle = deploy(folder)
+    written = {t.name: t.data for t in GGUFReader(bundle / "model.gguf").tensors}
+    first_head = [half * 8 + i for i in range(8) for half in (0, 1)]  # neighbours turn together
+    assert written["blk.0.attn_k.bias"][:16].tolist() == first_head
+    expected = parent(folder).logprobs(PROMPT[None])
+    np.testing.assert_allclose(load_tensors(bundle).logprobs(PROMPT[None]), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["llama", "odd_heads", "qwen2", "qwen3"])
@@ -161,8 +178,6 @@ def test_k_types_hold_nested_codes_exactly(bits):
 
 
 def test_a_file_of_k_types_is_read_by_others(quantized):
-    from gguf import GGUFReader
-
     folder = quantized("wide", grids(nested_grid(4), nested_grid(6)))
     path = deploy(folder) / "model.gguf"
     reader = GGUFReader(path)
@@ -174,8 +189,6 @@ def test_a_file_of_k_types_is_read_by_others(quantized):
 
 
 def test_dense_tensors_keep_their_dtype(quantized):
-    from gguf import GGUFReader
-
     folder = quantized("llama", lambda module: None)
     types = {t.tensor_type.name for t in GGUFReader(deploy(folder) / "model.gguf").tensors}
     assert types == {"F32"}
@@ -196,8 +209,6 @@ def test_llama_3_rope_is_stretched_as_transformers_does(quantized):
 
 
 def test_the_bundle_describes_itself(quantized):
-    from gguf import GGUFReader
-
     bundle = deploy(quantized())
     found = json.loads((bundle / "deploy.json").read_text())
     assert (found["target"], found["context"], found["stop_ids"]) == ("gguf", CONTEXT, [2])

@@ -47,7 +47,11 @@ class LoraLinear(nn.Module):
             dropped = functional.dropout(x, dropout) if dropout else x
             update = functional.linear(functional.linear(dropped, a_RI), b_OR)
             return self.frozen(x, bias) + update
-        return _Lora.apply(x, self.weight, bias, a_RI, b_OR, dropout)
+        # Reshaped out here: some networks add to the output in place, which no view made inside an
+        # autograd function allows.
+        x_NI = x.reshape(-1, x.shape[-1])
+        y_NO = _Lora.apply(x_NI, self.weight, bias, a_RI, b_OR, dropout)
+        return y_NO.view(*x.shape[:-1], -1)
 
     def master(self, key: str) -> nn.Parameter:
         """The trainable tensor that a checkpoint calls `<linear>.lora_A.weight`, say."""
@@ -65,17 +69,18 @@ class _Lora(torch.autograd.Function):
     """Saves x, which the neighbours share, and x A^T; never an output-wide temporary."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *adapter: Any) -> Tensor:
+    def forward(
+        ctx: Any, x_NI: Tensor, weight: Tensor, bias: Tensor | None, *adapter: Any
+    ) -> Tensor:
         a_RI, b_OR, dropout = adapter
-        x_NI = x.reshape(-1, x.shape[-1])
         kept_NI = None
         if dropout:
             dropped_NI, kept_NI = torch.native_dropout(x_NI, dropout, True)
         z_NR = (dropped_NI if dropout else x_NI) @ a_RI.T
         y_NO = functional.linear(x_NI, weight, bias).addmm_(z_NR, b_OR.T)
         ctx.save_for_backward(x_NI, weight, a_RI, b_OR, z_NR, kept_NI)
-        ctx.dropout, ctx.shape = dropout, x.shape
-        return y_NO.view(*x.shape[:-1], -1)
+        ctx.dropout = dropout
+        return y_NO
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -86,12 +91,11 @@ class _Lora(torch.autograd.Function):
         keep = 1.0 / (1.0 - ctx.dropout)
         xd_NI = x_NI if kept_NI is None else (x_NI * kept_NI).mul_(keep)
         da_RI = dz_NR.T @ xd_NI
-        dx = None
+        dx_NI = None
         if ctx.needs_input_grad[0]:
             dx_NI = dy_NO @ weight
             if kept_NI is None:
                 dx_NI.addmm_(dz_NR, a_RI)
             else:
                 dx_NI.addcmul_(dz_NR @ a_RI, kept_NI, value=keep)
-            dx = dx_NI.view(ctx.shape)
-        return dx, None, None, da_RI, db_OR, None
+        return dx_NI, None, None, da_RI, db_OR, None

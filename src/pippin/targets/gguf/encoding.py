@@ -53,17 +53,18 @@ class Encoder:
 
     def encode(self, entry: Entry) -> NDArray[np.uint8]:
         """The tensor's bytes, of `byte_shape`. Raises ModelError where a value would change."""
+        order = slice(None) if entry.place.order_O is None else entry.place.order_O
         if entry.bits is not None:
             matrix = module(entry.source)
             pack = pack_superblocks if self._folder.is_nested(matrix) else pack_blocks
-            data = pack(matrix, self._folder.affine(matrix))
+            data = pack(matrix, self._folder.affine(matrix))[order]
         else:
-            values = self.view.read(entry.source)
+            values = self.view.read(entry.source)[order]
             if entry.kind == "F32":
                 values = values.astype(np.float32) + np.float32(entry.place.shift)
             data = np.ascontiguousarray(values).view(np.uint8)
         assert data.shape == entry.byte_shape, (entry, data.shape)
-        return data if entry.place.order_O is None else data[entry.place.order_O]
+        return data
 
     def _entry(self, name: str, place: Place) -> Entry:
         spec = self.view.tensors[name]
