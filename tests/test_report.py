@@ -96,9 +96,11 @@ def _files(name: str) -> dict[str, str]:
                     _operator("aten.mul.Tensor", 90, 0, 0.0, ""),
                 ],
             },
-            "check": {"max_difference": 0.0123456, "top1": 1.0, "tokens": 64},
+            "check": {"max_difference": 0.0123456, "top1": 1.0, "tokens": 64, "cut_to": None}
+            | {"load_seconds": 0.2123, "prefill_speed": 638.21},
         }
-        return {"deploy.json": json.dumps(said), "model.pte": "x" * 1000}
+        texts = {"deploy.json": json.dumps(said), "chat_template.jinja": "{{ messages }}"}
+        return texts | {"model.pte": "x" * 1000}
     return {}
 
 
@@ -338,4 +340,8 @@ def test_a_bundle_is_described(tmp_path):
     assert "llama.custom_sdpa|0|30|2.9%|its own" in text
     assert "aten.mul.Tensor|90|0|\u2013" in text
     assert "max difference|0.01235" in text
+    assert "load seconds|0.2s" in text
+    assert "prefill speed|638 tokens/s" in text
+    assert "cut to" not in text
     assert "model.pte|1 kB" in text
+    assert "chat_template.jinja|14 B" in text

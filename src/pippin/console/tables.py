@@ -9,9 +9,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from pippin.figures import bytes_text, count_text, counted, duration_text, share_text
+from pippin.compare import FIGURES
+from pippin.figures import bytes_text, count_text, counted, duration_text
 from pippin.plan import Plan
-from pippin.report.table import NONE, PARTITION
+from pippin.report.table import NONE, PARTITION, figure
 from pippin.steps import Step
 from pippin.targets import PROMPTS
 
@@ -60,17 +61,8 @@ def comparison(rows: list[dict[str, Any]]) -> Group:
     for heading in ("method", "KL", "top-1", "ppl", "exact", "bits", "size", "time"):
         table.add_column(heading, justify="left" if heading == "method" else "right")
     for row in rows:
-        exact = row["exact_match"]
-        table.add_row(
-            row["way"],
-            f"{row['kl']:.4f}",
-            share_text(row["top1"]),
-            f"{row['perplexity']:.2f}",
-            "-" if exact is None else share_text(exact),
-            f"{row['bits_per_weight']:.2f}",
-            bytes_text(row["size_bytes"]),
-            duration_text(row["seconds"]),
-        )
+        figures = (figure(key, row[key]) for key in FIGURES)
+        table.add_row(row["way"], *figures, duration_text(row["seconds"]))
     caption = "method-bits. KL (nats) and top-1: against the model before. bits: all counted."
     return Group(table, Text(f"{caption}\n", style="dim"))
 
@@ -185,7 +177,7 @@ def _table() -> Table:
 def header(plan: Plan) -> str:
     """One line on what runs where."""
     machine, model = plan.machine, plan.recipe.model
-    cores = f"{machine.cores} core{'s' if machine.cores != 1 else ''}"
+    cores = counted(machine.cores, "core")
     memory = f"{bytes_text(machine.memory_available)} free"
     where = f"{machine.chip}, {cores}, {memory}"
     return f"{plan.recipe.name}: {model.engine} on {plan.device}, {plan.dtype} ({where})"

@@ -9,7 +9,7 @@ from typing import Any
 from pippin import __version__, artifact
 from pippin.data.beginnings import WORTH_TELLING
 from pippin.disk import disk_errors
-from pippin.figures import bytes_text
+from pippin.figures import bytes_text, duration_text
 from pippin.recipe import Recipe
 from pippin.report.charts import Chart, line_chart
 from pippin.report.table import (
@@ -154,26 +154,32 @@ def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
 def _bundle(path: Path) -> dict[str, Any]:
     """A deployed bundle: its name, and lists of (name, value) under headings."""
     said = read_json(path)
-    files = [
-        p for p in sorted(path.parent.iterdir()) if p.is_file() and p.name != artifact.MANIFEST
-    ]
+    files = [p for p in sorted(path.parent.iterdir()) if p.name != artifact.MANIFEST]
     facts = {k: v for k, v in said.items() if isinstance(v, str | int | float)}
     lists = {
-        "Files": {file.name: bytes_text(file.stat().st_size) for file in files},
         "Checked against the quantized model": said.get("check"),
         "Facts": {k: v for k, v in facts.items() if k not in ("parent", "size_bytes")},
     }
-    shown = {head: _facts(found) for head, found in lists.items() if isinstance(found, dict)}
+    shown = {"Files": [(file.name, bytes_text(_size(file))) for file in files]}
+    shown |= {head: _facts(found) for head, found in lists.items() if isinstance(found, dict)}
     operators = partition_table(said)
     line = partition_line(said) if operators else ""
     return {"name": path.parent.name, "lists": shown, "operators": operators, "line": line}
 
 
+def _size(path: Path) -> int:
+    return artifact.size(path) if path.is_dir() else path.stat().st_size
+
+
 def _facts(found: dict[str, Any]) -> list[tuple[str, str]]:
-    return [(name.replace("_", " "), _fact(name, value)) for name, value in found.items()]
+    return [(k.replace("_", " "), _fact(k, v)) for k, v in found.items() if v is not None]
 
 
 def _fact(name: str, value: Any) -> str:
+    if name.endswith("speed"):
+        return f"{value:.3g} tokens/s"
+    if name.endswith("seconds"):
+        return duration_text(value)
     if isinstance(value, float):
         return f"{100 * value:.1f}%" if name.endswith("top1") else f"{value:.4g}"
     return str(value)

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pippin.figures import bytes_text
+from pippin.figures import bytes_text, counted
 from pippin.recipe import Gate, Gates
 from pippin.stages.gates import gate_name, missed
 
@@ -62,10 +62,9 @@ def partition_table(description: dict[str, Any]) -> list[dict[str, str]]:
 def partition_line(description: dict[str, Any]) -> str:
     """How much of a program its delegate took, in a sentence."""
     report = description["delegation"]
-    pieces = report["subgraphs"]
     return (
         f"{report['delegate']} computes {100 * report['flops_share']:.1f}% of the arithmetic, "
-        f"in {pieces} piece{'s' if pieces != 1 else ''}"
+        f"in {counted(report['subgraphs'], 'piece')}"
     )
 
 

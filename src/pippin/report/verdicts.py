@@ -124,4 +124,4 @@ def _figures(scores: Scores) -> Iterator[str]:
     if "check" in scores:
         yield bytes_text(scores["size_bytes"])
         if text := check_text(scores["check"]):
-            yield text
+            yield from text.split("; ")
