@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from pippin.errors import ModelError, PippinError
 from pippin.model.quantized import DenseView
 from pippin.quantizers import Grid
 from pippin.recipe import Quantize
-from pippin.targets import load_target
+from pippin.targets import Bundle, load_target
 from pippin.targets.agreement import compare, load_parent, require
 from pippin.targets.folder import Folder
 
@@ -104,6 +105,14 @@ def test_another_model_s_figures_are_refused(model, tmp_path):
     agreement = compare(model, load_parent(other), [PROMPT.tolist()], CONTEXT)
     with pytest.raises(PippinError, match="does not compute what the quantized model does"):
         require("coreai", agreement, 1e-4, 0.98)
+
+
+def test_a_full_disk_is_told(source, tmp_path, monkeypatch):
+    """Core AI's compiler ends the process there."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=90_000))
+    with pytest.raises(OSError, match="No space left"):
+        list(load_target(TARGET).write(Bundle(quantized=source, folder=tmp_path, context=CONTEXT)))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

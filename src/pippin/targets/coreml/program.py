@@ -1,5 +1,6 @@
 """The decoder as an .mlpackage: exported, converted, its caches as Core ML states."""
 
+import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ def save(weights: Weights, path: Path, wide: Collection[str] = ()) -> None:
     """Write the .mlpackage for iOS 18; it takes 1 to `context` - 1 tokens a call.
 
     Operators named in `wide` compute in float32, and so do those that read them; the others in
-    float16.
+    float16. Raises OSError where the disk is full.
     """
     with quiet():
         program = export(Decoder(weights, every=False), {}, wanted=False)
@@ -26,7 +27,14 @@ def save(weights: Weights, path: Path, wide: Collection[str] = ()) -> None:
             compute_precision=coremltools.transform.FP16ComputePrecision(_narrow(wide)),
             skip_model_load=True,
         )
-        package.save(str(path))
+        # Its own way of saving turns the reason of a failure, a full disk, into text.
+        made = Path(package.package_path)
+        if path.exists():
+            shutil.rmtree(path)
+        for file in (file for file in made.rglob("*") if file.is_file()):
+            copy = path / file.relative_to(made)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, copy)
 
 
 def _narrow(wide: Collection[str]) -> Callable[[Any], bool]:
