@@ -1,13 +1,22 @@
 """Packing and the plan of updates."""
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pippin.data.batches import Batch, BatchPlan, Sample, pack, single_batches
+from pippin.data.batches import (
+    Batch,
+    BatchPlan,
+    Sample,
+    lay_out,
+    pack,
+    single_batches,
+    without_unread,
+)
 from pippin.errors import DataError
 from pippin.recipe import Train
 
@@ -166,3 +175,11 @@ def test_single_batches() -> None:
     assert found == sorted(s.tokens.tolist() for s in samples)
     assert all(batch.segments_BT[:, 0].all() for batch in batches), "padding goes to the right"
     assert single_batches([], 2) == []
+
+
+def test_a_last_token_is_not_read() -> None:
+    """In a row that one sample fills, too; where nothing is scored all stay."""
+    sample = make_samples([4])[0]
+    assert without_unread(lay_out([[sample]], 4)).segments_BT.tolist() == [[1, 1, 1, 0]]
+    silent = lay_out([[replace(sample, scored=np.zeros(4, bool))]], 4)
+    assert without_unread(silent) is silent

@@ -1,5 +1,7 @@
 """The gate's prompts, and what it says of a file that differs from its parent."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from tests.targets.tiny_quantized import CHANNEL, write_folder
@@ -9,7 +11,7 @@ from pippin.errors import PippinError
 from pippin.figures import check_text
 from pippin.model.tokenizer import load_tokenizer
 from pippin.targets import PROMPTS, Bundle
-from pippin.targets.agreement import Effort, compare, load_parent
+from pippin.targets.agreement import Effort, compare, load_parent, require
 from pippin.targets.gate import Limits, gate
 from pippin.targets.prompts import gate_prompts
 from pippin.targets.stepping import SteppingModel
@@ -130,3 +132,24 @@ def test_another_model_is_stopped_with_figures(folder, tmp_path):
     limits = Limits(target="x", max_kl=1e-4, min_top1=0.98)
     with pytest.raises(PippinError, match=r"x: the file does not compute .*mean_kl"):
         list(gate(bundle, load_tokenizer(folder), limits, lambda: other))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "top1", "mean_kl", "passes"),
+    [
+        (100, 0.98, 0.0, True),
+        (100, 0.97, 0.0, False),
+        (10, 0.9, 0.0, True),  # one likeliest token may always be another
+        (10, 0.8, 0.0, False),
+        (100, 1.0, 0.02, False),
+        (100, 1.0, float("nan"), False),
+    ],
+)
+def test_either_limit_stops_a_file(parent, tokens, top1, mean_kl, passes):
+    same = compare(parent, parent, [[40]], 64, Effort(greedy=1))
+    found = replace(same, tokens=tokens, top1=top1, mean_kl=mean_kl)
+    if passes:
+        assert require("x", found, 0.01, 0.98)["top1"] == top1
+        return
+    with pytest.raises(PippinError, match=f"x: the file does not compute .* mean_kl {mean_kl:g}"):
+        require("x", found, 0.01, 0.98)
