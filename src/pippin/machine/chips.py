@@ -10,8 +10,6 @@ from importlib import resources
 from pippin.errors import UsageError
 from pippin.machine import GIB, Accelerator, Machine, working_set
 
-DEVICES = ("cpu", "cuda", "mps")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chip:

@@ -152,7 +152,7 @@ def plan_merge(base: DenseView, adapter: Adapter) -> Plan:
     deltas = {}
     for linear in adapter.linears:
         name = _find(linear, specs, adapter)
-        deltas[name] = _delta(linear, name, specs[name], adapter, base.config.model_type)
+        deltas[name] = _delta(linear, specs[name], adapter, base.config.model_type)
     return Plan(
         specs=specs,
         sources=sources,
@@ -179,7 +179,7 @@ def _find(linear: str, specs: dict[str, Spec], adapter: Adapter) -> str:
     return alike[0]
 
 
-def _delta(linear: str, name: str, spec: Spec, adapter: Adapter, model_type: str) -> Delta:
+def _delta(linear: str, spec: Spec, adapter: Adapter, model_type: str) -> Delta:
     a_RI = adapter.weights[f"{linear}.lora_A.weight"]
     b_OR = adapter.weights[f"{linear}.lora_B.weight"]
     transposed = names.is_transposed(model_type, linear)
