@@ -14,6 +14,7 @@ from pippin.stages.distribution import (
     Distribution,
     divergence,
     gain,
+    gain_kept,
     load,
     load_for,
     row_digest,
@@ -110,11 +111,18 @@ def test_the_error_of_a_gain_is_that_of_leaving_each_row_out():
     for counts in (np.full(40, 5, np.int32), rng.integers(1, 30, 400).astype(np.int32)):
         rows = len(counts)
         base = replace(distribution(list(samples(rows))), counts_S=counts)
-        gains = counts * (0.3 + rng.standard_normal(rows))
+        gains = counts * (0.6 + rng.standard_normal(rows))
         mean, error = gain(base, replace(base, losses_S=base.losses_S - gains))
         without = (gains.sum() - gains) / (counts.sum() - counts)
         assert mean == pytest.approx(gains.sum() / counts.sum())
         assert error == pytest.approx(np.std(without) * (rows - 1) ** 0.5, rel=0.01)
+        tuned = replace(base, losses_S=base.losses_S - gains)
+        found = replace(base, losses_S=base.losses_S - gains * rng.uniform(0.6, 1.1, rows))
+        kept, error = gain_kept(base, tuned, found)
+        left = base.losses_S - found.losses_S
+        without = (left.sum() - left) / (gains.sum() - gains)
+        assert kept == pytest.approx(left.sum() / gains.sum())
+        assert error == pytest.approx(np.std(without) * (rows - 1) ** 0.5, rel=0.2)
     one = replace(base, losses_S=base.losses_S[:1], counts_S=counts[:1])
     assert gain(one, one) == (0.0, 0.0)
 

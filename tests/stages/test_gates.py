@@ -6,7 +6,7 @@ import pytest
 
 from pippin.errors import GateError
 from pippin.recipe import Gate, Gates
-from pippin.stages.gates import check_gates, missed
+from pippin.stages.gates import check_gates, let_pass, missed
 
 SCORES = {"kl": 0.0312, "top1": 0.81, "gain_kept": 0.95, "exact_match": 0.66}
 
@@ -53,6 +53,18 @@ def test_an_adapter_that_gained_nothing_has_nothing_to_keep():
     assert missed({"gain_kept": 0.94}, Gates().quantized) == [
         "gain kept 0.940 < min_gain_kept 0.95"
     ]
+
+
+def test_a_share_of_the_gain_below_its_limit_by_chance_is_let_pass_and_told():
+    gate = Gates().quantized
+    near, far, fine = (
+        {"gain_kept": kept, "gain_kept_error": error}
+        for kept, error in ((0.91, 0.025), (0.91, 0.015), (0.95, 0.02))
+    )
+    assert missed(near, gate) == missed(fine, gate) == []
+    assert "gain kept 0.910 is below min_gain_kept 0.95" in (let_pass(near, gate) or "")
+    assert let_pass(far, gate) is let_pass(fine, gate) is let_pass(near, Gate()) is None
+    assert missed(far, gate) == ["gain kept 0.910 < min_gain_kept 0.95 (standard error 0.015)"]
 
 
 def test_all_misses_come_in_one_error_with_a_way_out():

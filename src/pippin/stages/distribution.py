@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,14 +56,20 @@ class Distribution:
 
 
 def gain(base: Distribution, tuned: Distribution) -> tuple[float, float]:
-    """Nats a token by which `tuned` is better on the same rows, and the standard error of that.
+    """Nats a token by which `tuned` is better on the same rows, and the standard error of that."""
+    return _ratio(base.losses_S - tuned.losses_S, base.counts_S)
 
-    The error is that of a ratio of sums over rows; of a single row it is 0, as nobody knows it.
-    """
-    gains_S, counts_S = base.losses_S - tuned.losses_S, base.counts_S
-    mean = float(gains_S.sum() / counts_S.sum())
-    away_S, rows = gains_S - mean * counts_S, len(counts_S)
-    return mean, float(np.linalg.norm(away_S) / counts_S.sum() * (rows / max(1, rows - 1)) ** 0.5)
+
+def gain_kept(base: Distribution, tuned: Distribution, found: Distribution) -> tuple[float, float]:
+    """The share of `tuned`'s gain that `found` has on the same rows, and its standard error."""
+    return _ratio(base.losses_S - found.losses_S, base.losses_S - tuned.losses_S)
+
+
+def _ratio(upper_S: NDArray[Any], lower_S: NDArray[Any]) -> tuple[float, float]:
+    """A ratio of sums over rows, and its standard error: of a single row 0, as nobody knows it."""
+    ratio, rows = float(upper_S.sum() / lower_S.sum()), len(lower_S)
+    away = float(np.linalg.norm(upper_S - ratio * lower_S)) / abs(float(lower_S.sum()))
+    return ratio, away * (rows / max(1, rows - 1)) ** 0.5
 
 
 def row_digest(sample: Sample) -> int:

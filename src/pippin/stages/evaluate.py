@@ -18,7 +18,7 @@ from pippin.stages import distribution, pace
 from pippin.stages.answering import answer_all, compare, confirm_all, exact_match
 from pippin.stages.belonging import check_base
 from pippin.stages.exam import Asked, Exam, read_exam, shorten, within
-from pippin.stages.gates import check_gates, gate_of, limits
+from pippin.stages.gates import check_gates, gate_of, let_pass, limits
 from pippin.stages.loading import check_of, context_of, load_scorer, runtime_of
 from pippin.stages.scoring import Scored, Sheet, groups
 from pippin.stages.shipped import measure_shipped
@@ -105,7 +105,7 @@ class _Sitting:
         scored = sheet.scored()
         distribution.save(folder, scored.distribution)
         self._note(scored)
-        yield from self._note_gain(scored.distribution.loss)
+        yield from self._note_gain(scored.distribution)
 
     def _parent(self) -> distribution.Distribution | None:
         parent, k = self._stored("parent"), self._topk()
@@ -152,7 +152,7 @@ class _Sitting:
         if check := check_of(self.job.inputs):
             self.scores["check"] = check
 
-    def _note_gain(self, loss: float) -> Iterator[Event]:
+    def _note_gain(self, found: distribution.Distribution) -> Iterator[Event]:
         base, tuned = self._stored("base"), self._stored("tuned")
         self.scores["gain_kept"] = None
         if self.exam.is_cut:
@@ -168,7 +168,10 @@ class _Sitting:
             yield Notice(stage=self.job.stage, text=text)
             self.scores["no_gain"] = True
             return
-        self.scores["gain_kept"] = (base.loss - loss) / gain
+        kept, error = distribution.gain_kept(base, tuned, found)
+        self.scores |= {"gain_kept": kept, "gain_kept_error": error}
+        if text := let_pass(self.scores, gate_of(self.job.subject, self.job.recipe.gates)):
+            yield Notice(stage=self.job.stage, text=text)
         if self.exam.is_cut and (parent := self._stored("parent")) is not None:
             self.scores["same_rows"]["gain_kept"] = (base.loss - parent.loss) / gain
 

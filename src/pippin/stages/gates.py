@@ -17,6 +17,8 @@ MEASURES = {
 }
 # How far below its parent a figure may be where both were measured on few rows.
 SLACK = 0.005
+# Standard errors that a share of an adapter's gain may lie below its limit: more is not chance.
+ERRORS = 2
 HINTS = {
     "adapter": "train longer (train.epochs), raise train.learning_rate or lora.rank, "
     "or lower gates.adapter",
@@ -55,6 +57,17 @@ def missed(scores: Mapping[str, Any], gate: Gate) -> list[str]:
     return [text for text in found if text]
 
 
+def let_pass(scores: Mapping[str, Any], gate: Gate) -> str | None:
+    """In words, that the gain kept is below its limit by no more than chance may explain."""
+    bound, kept, error = gate.min_gain_kept, scores["gain_kept"], scores["gain_kept_error"]
+    if bound is None or not kept < bound <= kept + ERRORS * error:
+        return None
+    return (
+        f"gain kept {_apart(kept, bound, 3)} is below min_gain_kept {bound}, within {ERRORS} "
+        f"standard errors of {error:.3f}: more held-out rows would tell"
+    )
+
+
 def _missed(scores: Mapping[str, Any], limit: str, bound: float) -> str | None:
     key, name, decimals = MEASURES[limit]
     value = scores.get(key)
@@ -69,9 +82,11 @@ def _missed(scores: Mapping[str, Any], limit: str, bound: float) -> str | None:
     if value is None:
         return f"{name} was not measured, {limit} is {bound}"
     # Written so that a NaN misses every limit.
-    kept = value <= bound if limit.startswith("max") else value >= bound
+    error = scores.get(f"{key}_error", 0.0)
+    kept = value <= bound if limit.startswith("max") else value + ERRORS * error >= bound
     sign = ">" if limit.startswith("max") else "<"
-    return None if kept else f"{name} {_apart(value, bound, decimals)} {sign} {limit} {bound}"
+    text = f"{name} {_apart(value, bound, decimals)} {sign} {limit} {bound}"
+    return None if kept else text + (f" (standard error {error:.3f})" if error else "")
 
 
 def _apart(value: float, bound: float, decimals: int) -> str:
