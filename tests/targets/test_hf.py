@@ -41,6 +41,19 @@ def test_transformers_loads_what_the_quantized_model_computes(quantized, kind):
     assert len(list(found.generate([PROMPT], Sampling(max_tokens=4)))) == 4
 
 
+def test_linears_that_transformers_cannot_load_packed_are_dense(quantized, monkeypatch):
+    """Mamba 2 sets first values of a linear's weight before a file is read."""
+    shape = {"num_heads": 8, "state_size": 16, "n_groups": 1, "chunk_size": 4}
+    monkeypatch.setitem(KINDS, "mamba2", ("Mamba2Config", shape))
+    folder = quantized("mamba2", lambda module: LINEAR if "_proj" in module else None)
+    bundle, notices = deploy(folder)
+    assert notices[:1] == ["hf: 4 quantized tensors are stored dense, in the model's dtype"]
+    found, expected = load_target("hf").load(bundle), load_parent(folder)
+    np.testing.assert_allclose(
+        found.logprobs(PROMPT[None]), expected.logprobs(PROMPT[None]), atol=0.3
+    )
+
+
 @pytest.mark.parametrize("grid", [LINEAR, CHANNEL], ids=["4 bits", "8 bits"])
 def test_compressed_tensors_unpacks_our_values(quantized, grid):
     """Its own decompressor gives the quantized folder's weights, bit for bit."""

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import compressed_tensors  # noqa: F401  what transformers needs, missed here with its name
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from pippin.engines import Scorer
 from pippin.engines.torch.engine import TorchModel
@@ -27,3 +27,22 @@ def open_folder(folder: Path) -> Scorer:
         # The first pass expands what is packed.
         network.eval().requires_grad_(False)(torch.zeros((1, 1), dtype=torch.long))
     return TorchModel(network, folder)
+
+
+def loads_packed(folder: Path) -> bool:
+    """Whether transformers can load linears that have no `weight` yet, as packed ones have not.
+
+    Before it reads a file it asks the network for first values, and some set those of a `weight`.
+    """
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    with quiet(), torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(config)
+    for module in network.modules():
+        vars(module).pop("_is_hf_initialized", None)
+        if isinstance(module, torch.nn.Linear) and module is not network.get_output_embeddings():
+            del module.weight
+    try:
+        network.initialize_weights()
+    except AttributeError:
+        return False
+    return True

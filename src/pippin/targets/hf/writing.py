@@ -31,7 +31,7 @@ from pippin.targets.folder import Folder
 from pippin.targets.gate import Limits, gate
 from pippin.targets.hf import PACKED_BITS
 from pippin.targets.hf.guide import guide
-from pippin.targets.hf.loading import open_folder
+from pippin.targets.hf.loading import loads_packed, open_folder
 
 RUNTIME = "a model of transformers, in float32"
 # What was expanded is rounded to the model's own dtype once more.
@@ -46,7 +46,7 @@ def write(bundle: Bundle) -> Iterator[Event]:
     require_context(bundle)
     tokenizer = load_tokenizer(bundle.quantized)
     view = DenseView(bundle.quantized)
-    packed = _packed(view, Folder(bundle.quantized))
+    packed = _packed(view, Folder(bundle.quantized)) if loads_packed(bundle.quantized) else {}
     copy_side_files(bundle)
     raw = without_quantization(read_raw(bundle.quantized))
     schemes = {"quantization_config": _schemes(view, packed)} if packed else {}
