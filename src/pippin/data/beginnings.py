@@ -13,7 +13,7 @@ from pippin.data.batches import Batch, BatchPlan, without_unread
 
 LOOKED = 64  # updates
 WORTH_TELLING = 0.005  # of all tokens
-WORTH = 8  # tokens: what one more segment costs in attention
+WORTH = 4  # tokens that a beginning has to save: attention meets one more segment
 
 
 def share_beginnings(batch: Batch) -> Batch:
