@@ -15,12 +15,12 @@ from mlx import nn
 from numpy.typing import NDArray
 
 from pippin.data.batches import Batch
-from pippin.engines import Recovered, Sampling, Tokens, TopK, Weights
+from pippin.engines import Recovered, Sampling, Tokens, TopK, Tune, Weights
 from pippin.engines.coded import refuse_dense
 from pippin.engines.mlx import device as devices
 from pippin.engines.mlx import parity
 from pippin.engines.mlx.blas import notice
-from pippin.engines.mlx.body import Head, Loaded, find_head
+from pippin.engines.mlx.body import Loaded, find_head
 from pippin.engines.mlx.coded import CodesTrainer, take_codes
 from pippin.engines.mlx.fisher import loss_moments
 from pippin.engines.mlx.following import follow
@@ -31,7 +31,7 @@ from pippin.engines.mlx.generate import (
     quantized_decoding,
 )
 from pippin.engines.mlx.layered import LayeredModel, load_layered
-from pippin.engines.mlx.load import load_network
+from pippin.engines.mlx.load import load_network, map_network
 from pippin.engines.mlx.lora import add_adapter
 from pippin.engines.mlx.moments import input_moments
 from pippin.engines.mlx.names import full_places, lora_places
@@ -87,7 +87,11 @@ class MlxEngine:
         None where it cannot be taken apart.
         """
         loaded = load_layered(weights, devices.pick_dtype(dtype, self._device))
-        return None if loaded is None else LayeredModel(loaded, weights, scratch, sequential)
+        return (
+            None
+            if loaded is None
+            else LayeredModel(loaded, weights, scratch, sequential=sequential)
+        )
 
     def lead(self) -> None:
         """Find the processes that were launched with this one; it is the first of them."""
@@ -203,25 +207,23 @@ class MlxModel:
         refuse_dense(coded, self.checkpoint)
         return CodesTrainer(self.loaded, coded, train, seed)
 
-    def recover(self, quantized: Path, batches: Sequence[Batch], seed: int) -> Recovered:
+    def recover(self, quantized: Path, batches: Sequence[Batch], tune: Tune) -> Recovered:
         """Tune the scales of a quantized folder until it predicts as this model does; see there.
 
         This model is the quantized one from then on. Raises ModelError where the head is no plain
         product.
         """
         rows = self._rows(batches)
-        parent = Parent(head=self._head(), hidden=[real_states(self.network, r) for r in rows])
-        mx.eval(parent.hidden)
-        self.network = load_network(quantized, getattr(mx, self.dtype))
-        head = find_head(self.network, read_raw(quantized))
-        self.loaded = replace(self.loaded, network=self.network, head=head)
-        tuning = Recovery(self.network, self._head(), parent, rows, quantized).take(seed)
-        return recover(tuning, [batch.real_tokens for batch in batches], seed)
-
-    def _head(self) -> Head:
         if self.loaded.head is None:
             raise refuse_no_head()
-        return self.loaded.head
+        parent = Parent(head=self.loaded.head, hidden=[])
+        for row in rows:
+            parent.hidden.append(real_states(self.network, row))
+            mx.eval(parent.hidden)
+        self.network = map_network(quantized, getattr(mx, self.dtype))
+        self.loaded = replace(self.loaded, network=self.network, head=None)  # the parent may go
+        tuning = Recovery(self.network, quantized, parent, rows, tune.seed)
+        return recover(tuning, [batch.real_tokens for batch in batches], tune)
 
     def _tell(self, what: str, settings: dict[str, Any], weights: Weights) -> None:
         """What is about to be trained here is trained by all; none does where one cannot."""

@@ -7,7 +7,7 @@ Shape letters: B rows, T tokens, N real tokens, D hidden.
 """
 
 import contextlib
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -51,67 +51,60 @@ class _Call:
 class LayeredModel(ByLayer):
     """What calibration asks of a model, in the memory of a layer."""
 
-    def __init__(self, loaded: Loaded, weights: Tensors, scratch: Path, sequential: bool) -> None:
+    def __init__(
+        self, loaded: Loaded, weights: Tensors, scratch: Path, *, sequential: bool
+    ) -> None:
+        """`loaded` has layers that are not read yet; `scratch` is a folder for hidden states."""
         self._loaded, self._weights, self._scratch = loaded, weights, scratch
-        self._sequential = sequential
         layers: Any = loaded.network.layers
         self._layers: list[Any] = list(layers)
         first = next(n for n, m in loaded.network.named_modules() if m is layers[0])
         self._prefix = first.removesuffix(".0")
+        super().__init__(len(self._layers), sequential=sequential)
 
-    def by_inputs(self, batches: Sequence[Batch]) -> Iterator[Moments]:
+    def through(self, index: int, calls: Sequence[_Call]) -> None:
         """As ByLayer's."""
-        calls = [self._begin(batch) for batch in batches]
-        for index in range(len(self._layers)):
-            collector = Collector()
-            with self._read(index) as layer, watching(self._linears(index), collector):
-                for call in calls:
-                    collector.real_N = call.rows.real_N
-                    after_BTD = call.through(layer, index, call.state_BTD)
-                    mx.eval(after_BTD)
-                    if not self._sequential:
-                        call.state_BTD = after_BTD
-            yield collector.moments()
-            if self._sequential:
-                self._pass(index, calls)
-        collector = Collector()
-        for call in calls:
-            collector.real_N = call.rows.real_N
-            collector.add(HEAD, self._norm(call.state_BTD))
-        yield collector.moments()
-
-    def _pass(self, index: int, calls: Sequence[_Call]) -> None:
-        """Through a layer as its weights are by now."""
         with self._read(index) as layer:
             for call in calls:
                 call.state_BTD = call.through(layer, index, call.state_BTD)
                 mx.eval(call.state_BTD)
 
-    def by_loss(self, batches: Sequence[Batch], seed: int) -> Iterator[Moments]:
+    def observe(self, index: int, calls: Sequence[_Call], *, stay: bool) -> Moments:
         """As ByLayer's."""
-        calls = [self._begin(batch) for batch in batches]
-        for index in range(len(self._layers)):
-            for number, call in enumerate(calls):
-                self._keep(index, number, call.state_BTD)
-            self._pass(index, calls)
-        yield self._head(calls, keys_of(seed, len(calls)))
-        for index in reversed(range(len(self._layers))):
-            weigher = Weigher()
-            with self._read(index) as layer, shifting(self._linears(index)) as shifts:
-                for number, call in enumerate(calls):
-                    before_BTD = self._kept(index, number)
-                    _go_back(call, (layer, index, before_BTD), shifts, weigher)
-            yield weigher.moments()
+        collector = Collector()
+        with self._read(index) as layer, watching(self._linears(index), collector):
+            for call in calls:
+                collector.real_N = call.rows.real_N
+                after_BTD = call.through(layer, index, call.state_BTD)
+                mx.eval(after_BTD)
+                call.state_BTD = call.state_BTD if stay else after_BTD
+        return collector.moments()
 
-    def _head(self, calls: Sequence[_Call], keys: Iterable[mx.array]) -> Moments:
-        """The head's moments; what the calls hold becomes the gradient by the last layer's."""
+    def observe_head(self, calls: Sequence[_Call]) -> Moments:
+        """As ByLayer's."""
+        collector = Collector()
+        for call in calls:
+            collector.real_N = call.rows.real_N
+            collector.add(HEAD, self._norm(call.state_BTD))
+        return collector.moments()
+
+    def weigh_head(self, calls: Sequence[_Call], seed: int) -> Moments:
+        """As ByLayer's."""
         weigher, head = Weigher(), self._loaded.head
         assert head is not None
-        for call, key in zip(calls, keys, strict=True):
+        for call, key in zip(calls, keys_of(seed, len(calls)), strict=True):
             run = Drawn(head, call.rows, key)
             weigher.add_head(run, self._norm(call.state_BTD))
             call.state_BTD = mx.grad(partial(self._loss, run))(call.state_BTD)
             mx.eval(call.state_BTD)
+        return weigher.moments()
+
+    def weigh(self, index: int, calls: Sequence[_Call]) -> Moments:
+        """As ByLayer's."""
+        weigher = Weigher()
+        with self._read(index) as layer, shifting(self._linears(index)) as shifts:
+            for number, call in enumerate(calls):
+                _go_back(call, (layer, index, self._kept(index, number)), shifts, weigher)
         return weigher.moments()
 
     def _loss(self, run: Drawn, state_BTD: mx.array) -> mx.array:
@@ -121,7 +114,7 @@ class LayeredModel(ByLayer):
     def _norm(self) -> Any:
         return body(self._loaded.network).norm
 
-    def _begin(self, batch: Batch) -> _Call:
+    def begin(self, batch: Batch) -> _Call:
         """Embedded tokens, and what the network hands to every layer: layers are left out."""
         self._loaded.refuse_long(int(batch.positions_BT.max()) + 1)
         rows, heard = padded_rows(batch), list[Any]()
@@ -159,9 +152,11 @@ class LayeredModel(ByLayer):
     def _file(self, index: int, number: int) -> str:
         return str(self._scratch / f"states-{index}-{number}.safetensors")
 
-    def _keep(self, index: int, number: int, state_BTD: mx.array) -> None:
+    def keep(self, index: int, calls: Sequence[_Call]) -> None:
+        """As ByLayer's."""
         self._scratch.mkdir(parents=True, exist_ok=True)
-        mx.save_safetensors(self._file(index, number), {"state": state_BTD})
+        for number, call in enumerate(calls):
+            mx.save_safetensors(self._file(index, number), {"state": call.state_BTD})
 
     def _kept(self, index: int, number: int) -> mx.array:
         """What was kept; it is not needed again."""

@@ -3,7 +3,7 @@
 Shape letters: N real tokens, C some of them, D hidden, V vocabulary.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from mlx import nn
 from numpy.typing import NDArray
 
 from pippin.engines import Weights
-from pippin.engines.mlx.body import Head, scalar
+from pippin.engines.mlx.body import Head, plain_head, scalar
 from pippin.engines.mlx.coded import move_places, rounded, stored, take_codes
 from pippin.engines.mlx.optimizer import Arrays, Optimizer, Sums
 from pippin.engines.mlx.probe import run_rows
@@ -21,6 +21,7 @@ from pippin.engines.mlx.rows import Rows
 from pippin.engines.recovery import BETAS, GAIN, Norm, read_norms
 from pippin.errors import ModelError
 from pippin.model import names
+from pippin.model.config import read_raw
 from pippin.model.quantized import DenseView
 from pippin.recipe import Train
 
@@ -59,25 +60,20 @@ class Recovery:
     """The network of a quantized folder, on its way to the parent's predictions."""
 
     def __init__(
-        self, network: nn.Module, head: Head, parent: Parent, batches: list[Rows], folder: Path
+        self, network: nn.Module, folder: Path, parent: Parent, batches: list[Rows], seed: int
     ) -> None:
-        self.network, self.head, self.parent, self.batches = network, head, parent, batches
-        self.view, self.updates = DenseView(folder), 0
-
-    def take(self, seed: int) -> "Recovery":
-        """Find what is to be tuned.
-
-        Raises ModelError where mlx-lm names or stores it in another way than the folder.
-        """
-        self.coded = take_codes(self.network, self.view, seed)
+        """Raises ModelError where mlx-lm names or stores in another way what is to be tuned."""
+        self.network, self.parent, self.batches, self.updates = network, parent, batches, 0
+        view = DenseView(folder)
+        self.coded = take_codes(network, view, seed)
         self.places = move_places(self.coded)
-        modules: dict[str, Any] = dict(self.network.named_modules())
-        norms = read_norms(self.view, self.coded, seed)
+        modules: dict[str, Any] = dict(network.named_modules())
+        norms = read_norms(view, self.coded, seed)
         self.tuned_norms = {name: _norm(modules, name, norm) for name, norm in norms.items()}
         first = {name: place.get() for name, place in self.places.items()}
         first |= {name: mx.zeros_like(norm.first_D) for name, norm in self.tuned_norms.items()}
         self.optimizer = Optimizer(first, ADAM)
-        return self
+        self.head = replace(parent.head, module=plain_head(network, read_raw(folder)).module)
 
     def divergence(self, batch: int) -> float:
         """As Tuning's."""

@@ -7,7 +7,7 @@ Shape letters: B rows, T tokens, N real tokens, D hidden.
 """
 
 import contextlib
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,68 +45,44 @@ class _Call:
 class LayeredModel(ByLayer):
     """What calibration asks of a model, in the memory of a layer."""
 
-    def __init__(self, network: PreTrainedModel, weights: Tensors, scratch: Path) -> None:
+    def __init__(
+        self, network: PreTrainedModel, weights: Tensors, scratch: Path, *, sequential: bool
+    ) -> None:
         """`network` has its layers on the meta device; `scratch` is a folder for hidden states."""
         self._network, self._weights, self._scratch = network, weights, scratch
         self._layers: Any = body(network).layers
         self._prefix = next(n for n, m in network.named_modules() if m is self._layers)
-        self.sequential = False
-
-    def by_inputs(self, batches: Sequence[Batch]) -> Iterator[Moments]:
-        """As ByLayer's."""
-        calls = [self._begin(batch) for batch in batches]
-        for index in range(len(self._layers)):
-            collector = Collector()
-            with (
-                self._loaded(index) as layer,
-                _hooked(self._linears(index), collector, before=True),
-            ):
-                for call in calls:
-                    collector.real_N = call.rows.real_N
-                    with torch.no_grad():
-                        after_BTD = layer(call.state_BTD, **call.asked[index])
-                    if not self.sequential:
-                        call.state_BTD = after_BTD
-            yield collector.moments()
-            if self.sequential:
-                self._pass(index, calls)
-        collector, norm = Collector(), self._norm
-        for call in calls:
-            collector.real_N = call.rows.real_N
-            with torch.no_grad():
-                collector.add(names.module(names.HEAD), norm(call.state_BTD))
-        yield collector.moments()
+        super().__init__(len(self._layers), sequential=sequential)
 
     @torch.no_grad()
-    def _pass(self, index: int, calls: Sequence[_Call]) -> None:
-        """Through a layer as its weights are by now."""
+    def through(self, index: int, calls: Sequence[_Call]) -> None:
+        """As ByLayer's."""
         with self._loaded(index) as layer:
             for call in calls:
                 call.state_BTD = layer(call.state_BTD, **call.asked[index])
 
-    def by_loss(self, batches: Sequence[Batch], seed: int) -> Iterator[Moments]:
+    @torch.no_grad()
+    def observe(self, index: int, calls: Sequence[_Call], *, stay: bool) -> Moments:
         """As ByLayer's."""
-        calls = [self._begin(batch) for batch in batches]
-        for index in range(len(self._layers)):
-            with self._loaded(index) as layer, torch.no_grad():
-                for number, call in enumerate(calls):
-                    self._keep(index, number, call.state_BTD)
-                    call.state_BTD = layer(call.state_BTD, **call.asked[index])
-        yield self._head(calls, seed)
-        for index in reversed(range(len(self._layers))):
-            weigher = Weigher()
-            with self._loaded(index) as layer, _hooked(self._linears(index), weigher, before=False):
-                for number, call in enumerate(calls):
-                    weigher.real_N = call.rows.real_N
-                    state_BTD = self._kept(index, number, call.state_BTD).requires_grad_(True)
-                    with torch.enable_grad():
-                        layer(state_BTD, **call.asked[index]).backward(call.state_BTD)
-                    assert state_BTD.grad is not None
-                    call.state_BTD = state_BTD.grad
-            yield weigher.moments()
+        collector = Collector()
+        with self._loaded(index) as layer, _hooked(self._linears(index), collector, before=True):
+            for call in calls:
+                collector.real_N = call.rows.real_N
+                after_BTD = layer(call.state_BTD, **call.asked[index])
+                call.state_BTD = call.state_BTD if stay else after_BTD
+        return collector.moments()
 
-    def _head(self, calls: Sequence[_Call], seed: int) -> Moments:
-        """The head's moments; what the calls hold becomes the gradient by the last layer's."""
+    @torch.no_grad()
+    def observe_head(self, calls: Sequence[_Call]) -> Moments:
+        """As ByLayer's."""
+        collector = Collector()
+        for call in calls:
+            collector.real_N = call.rows.real_N
+            collector.add(names.module(names.HEAD), self._norm(call.state_BTD))
+        return collector.moments()
+
+    def weigh_head(self, calls: Sequence[_Call], seed: int) -> Moments:
+        """As ByLayer's."""
         weigher, head = Weigher(), plain_head(self._network)
         assert head is not None
         draw = torch.Generator(self._network.device).manual_seed(seed)
@@ -122,13 +98,26 @@ class LayeredModel(ByLayer):
             call.state_BTD = state_BTD.grad
         return weigher.moments()
 
+    def weigh(self, index: int, calls: Sequence[_Call]) -> Moments:
+        """As ByLayer's."""
+        weigher = Weigher()
+        with self._loaded(index) as layer, _hooked(self._linears(index), weigher, before=False):
+            for number, call in enumerate(calls):
+                weigher.real_N = call.rows.real_N
+                state_BTD = self._kept(index, number, call.state_BTD).requires_grad_(True)
+                with torch.enable_grad():
+                    layer(state_BTD, **call.asked[index]).backward(call.state_BTD)
+                assert state_BTD.grad is not None
+                call.state_BTD = state_BTD.grad
+        return weigher.moments()
+
     @property
     def _norm(self) -> nn.Module:
         norm: Any = body(self._network).norm
         return norm
 
     @torch.no_grad()
-    def _begin(self, batch: Batch) -> _Call:
+    def begin(self, batch: Batch) -> _Call:
         """Embedded tokens, and what the network hands to every layer: layers are left out."""
         asked: list[dict[str, Any]] = []
 
@@ -174,10 +163,13 @@ class LayeredModel(ByLayer):
     def _file(self, index: int, number: int) -> Path:
         return self._scratch / f"states-{index}-{number}.npy"
 
-    def _keep(self, index: int, number: int, state_BTD: Tensor) -> None:
+    def keep(self, index: int, calls: Sequence[_Call]) -> None:
+        """As ByLayer's."""
         self._scratch.mkdir(parents=True, exist_ok=True)
-        # numpy does not know bfloat16; the bytes are the same.
-        np.save(self._file(index, number), state_BTD.cpu().contiguous().view(torch.uint8).numpy())
+        for number, call in enumerate(calls):
+            # numpy does not know bfloat16; the bytes are the same.
+            state = call.state_BTD.cpu().contiguous().view(torch.uint8)
+            np.save(self._file(index, number), state.numpy())
 
     def _kept(self, index: int, number: int, like_BTD: Tensor) -> Tensor:
         """What was kept; it is not needed again."""
@@ -206,7 +198,12 @@ def _hooked(
 
 
 def load_layered(
-    weights: Tensors, dtype: torch.dtype, device: torch.device, scratch: Path
+    weights: Tensors,
+    dtype: torch.dtype,
+    device: torch.device,
+    scratch: Path,
+    *,
+    sequential: bool = False,
 ) -> LayeredModel | None:
     """None where the network cannot be taken apart: another family, or other names of tensors."""
     network = empty_network(weights.folder, dtype)
@@ -225,4 +222,5 @@ def load_layered(
     for module in (m for n, m in network.named_modules() if names.layer(f"{n}.") is None):
         for key, buffer in module.named_buffers(recurse=False):
             setattr(module, key, buffer.to(device))
-    return LayeredModel(network.eval().requires_grad_(False), weights, scratch)
+    network.eval().requires_grad_(False)
+    return LayeredModel(network, weights, scratch, sequential=sequential)
