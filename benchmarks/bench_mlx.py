@@ -18,6 +18,8 @@ import bench_train
 import common
 from mlx_sides import HALF, SIDES, STEPS, WARM
 
+TURNS = 3  # of either side, one after the other
+
 
 def main() -> None:
     """Run every side in its own process, then print the rows."""
@@ -42,31 +44,36 @@ def main() -> None:
 
 def training_rows(folder: Path) -> list[common.Row]:
     """Tokens per CPU-second and peak memory of LoRA training, samples in the file's order."""
-    ours, theirs = both("train", folder)
+    turns = [both("train", folder) for _ in range(TURNS - 1)]
     bare = both("train", folder, without_torch=True)
     return [
-        speed_row("mlx-cpu-sql", ours, theirs),
-        memory_row("mlx-cpu-sql-memory", ours, theirs),
+        speed_row("mlx-cpu-sql", [*turns, bare]),
+        memory_row("mlx-cpu-sql-memory", *turns[0]),
         memory_row("mlx-cpu-sql-memory-without-torch", *bare),
     ]
 
 
 def shuffled_rows(folder: Path) -> list[common.Row]:
     """The same where hardly two samples of an update begin alike."""
-    return [speed_row("mlx-cpu-sql-shuffled", *both("shuffled", folder))]
+    turns = [both("shuffled", folder) for _ in range(TURNS)]
+    return [speed_row("mlx-cpu-sql-shuffled", turns)]
 
 
-def speed_row(name: str, ours: dict[str, Any], theirs: dict[str, Any]) -> common.Row:
-    """Real tokens per CPU-second."""
-    speeds = [side["tokens"] / side["cpu_s"] for side in (ours, theirs)]
+def speed_row(name: str, turns: list[list[dict[str, Any]]]) -> common.Row:
+    """Real tokens per CPU-second: either side's best turn, which the other core disturbed least."""
+    speeds = [[side["tokens"] / side["cpu_s"] for side in turn] for turn in turns]
+    ours, theirs = zip(*speeds, strict=True)
     return common.Row(
         name=name,
-        value=round(speeds[0], 1),
+        value=round(max(ours), 1),
         unit="real tokens per CPU-second",
         better="higher",
-        peers={"mlx-lm": round(speeds[1], 1)},
-        spread=round(ours["spread"], 3),
-        notes={"samples a step": bench_train.ROWS, "steps": STEPS - WARM},
+        peers={"mlx-lm": round(max(theirs), 1)},
+        notes={
+            "samples a step": bench_train.ROWS,
+            "steps": STEPS - WARM,
+            "ratios of the turns": [round(a / b, 2) for a, b in speeds],
+        },
     )
 
 
