@@ -66,7 +66,7 @@ def ways(plan: Plan, bits: Sequence[int]) -> Iterator[Way | Notice]:
             name = f"{method}-{number}"
             made: Any = {"method": method, "bits": number, **dict.fromkeys(BUDGETS)}
             if method not in CALIBRATED:
-                made |= {"calibration": None, "recover_tokens": 0}
+                made |= {"calibration": None, "recover_tokens": 0, "recover_passes": 1}
             if method != "gptq":
                 made["sequential"] = False
             settings: Quantize = replace(own, **made)

@@ -181,9 +181,11 @@ class Quantize:
     calibration_tokens: int = key(8192, "tokens of training rows that awq, gptq and best read")
     recover_tokens: int = key(
         0,
-        "further tokens of training rows on which calibrated methods' scales and zero points, and "
-        "norms, are tuned by gradients until the predictions are the model's before; 0 leaves them",
+        "tokens of training rows, those that did not calibrate first, on which calibrated methods' "
+        "scales and zero points, and norms, are tuned by gradients until the predictions are the "
+        "model's before; 0 leaves them",
     )
+    recover_passes: int = key(1, "how often recovery goes through its rows")
     sequential: bool = key(
         False,
         "gptq reads in every layer what the layers quantized before it give, one layer at a time",

@@ -72,6 +72,7 @@ LIMITS = {
     "qat.steps": NATURAL,
     "quantize.calibration_tokens": COUNT,
     "quantize.max_kl": POSITIVE,
+    "quantize.recover_passes": COUNT,
     "quantize.recover_tokens": NATURAL,
     "quantize.target_bits": Range(at_least=2, at_most=16),
     "seed": Range(at_least=0, below=2**32),
@@ -213,6 +214,12 @@ def _quantizing(asked: Quantize) -> Iterator[Contradiction]:
                 f"{asked.method} reads no rows",
                 f"use {', '.join(CALIBRATED)}",
             )
+    if asked.recover_passes > 1 and not asked.recover_tokens:
+        yield (
+            ("quantize", "recover_passes"),
+            "there are no rows to go through",
+            "give quantize.recover_tokens, or leave it out",
+        )
     if asked.sequential and (asked.method != "gptq" or asked.recover_tokens):
         yield (
             ("quantize", "sequential"),

@@ -204,7 +204,14 @@ def _quantize(recipe: Recipe, run: Path, inputs: dict[str, Path]) -> Step:
         inputs = {**inputs, **_calibration(recipe)}
     else:
         slice_ = settings(recipe, "quantize")
-        for key in ("calibration_tokens", "recover_tokens", "sequential", "importance", *BUDGETS):
+        for key in (
+            "calibration_tokens",
+            "recover_tokens",
+            "recover_passes",
+            "sequential",
+            "importance",
+            *BUDGETS,
+        ):
             del slice_[f"quantize.{key}"]
     return Step(
         name="quantize",

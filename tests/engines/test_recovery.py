@@ -8,7 +8,7 @@ import pytest
 from tests.tiny_runs import quantize_folder
 
 from pippin.data.batches import Batch, Sample, single_batches
-from pippin.engines import Recoverer, load_engine
+from pippin.engines import Recoverer, Tune, load_engine
 from pippin.model.quantized import DenseView, dense_tensors, dequantize
 
 pytestmark = pytest.mark.torch
@@ -66,7 +66,7 @@ def test_tuned_scales_predict_more_like_the_parent(
     folder = quantize_folder(parent, tmp_path / "q", **asked)
     model, batches = _loaded(parent), _batches(48)
     assert isinstance(model, Recoverer)
-    found = model.recover(folder, batches, seed=1)
+    found = model.recover(folder, batches, Tune(fresh=len(batches), seed=1))
     assert found.tokens == 6 * 8 * 32
     before, after = dict(dense_tensors(folder)), dict(dense_tensors(folder))
     view = DenseView(folder)
@@ -129,7 +129,7 @@ def test_what_cannot_gain_stays_as_it_is(parent: Path, tmp_path: Path) -> None:
     folder = quantize_folder(parent, tmp_path / "q", **SETTINGS)
     network = _exact(parent, dict(dense_tensors(folder))).float()
     network.save_pretrained(tmp_path / "same")
-    found = _loaded(tmp_path / "same").recover(folder, _batches(4), seed=0)
+    found = _loaded(tmp_path / "same").recover(folder, _batches(4), Tune(fresh=4))
     assert found.before < 1e-7
     assert found.weights == {}
 
@@ -147,7 +147,7 @@ def test_an_adapter_is_in_the_weights_that_are_kept(
     adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
     folder = quantize_folder(tmp_path / "merged", tmp_path / "q", **SETTINGS, keep=("*down_proj*",))
     model = load_engine(engine, "cpu").load(parent, "float32", tmp_path / "adapter")
-    found = model.recover(folder, _batches(2), seed=0)
+    found = model.recover(folder, _batches(2), Tune(fresh=2))
     pair = [_exact(parent, dict(dense_tensors(tmp_path / name))) for name in ("merged", "q")]
     with torch.no_grad():
         assert found.before == pytest.approx(float(_kl(*pair, _batches(2)[1:])), rel=1e-3)

@@ -282,6 +282,7 @@ def test_recovery_moves_scales_and_norms_alone_and_says_what_they_gave(
     _run(place, tmp_path / "plain", FEW)
     found = _report(tmp_path / "q")["recovered"]
     assert found["kept"] == (found["kl_after"] < found["kl_before"])
+    assert found["tokens_that_calibrated"] == _report(tmp_path / "q")["calibration_tokens"]
     assert any(
         e.text.startswith("scales and norms tuned: KL ") for e in events if isinstance(e, Notice)
     )
@@ -296,7 +297,7 @@ def test_recovery_moves_scales_and_norms_alone_and_says_what_they_gave(
 
 
 def test_recovery_needs_rows_that_calibration_left(place: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="0 training rows are left"):
+    with pytest.raises(DataError, match="0 rows left"):
         _run(place, tmp_path / "q", replace(SETTINGS, calibration_tokens=9999, recover_tokens=99))
 
 

@@ -7,22 +7,22 @@ Shape letters: D hidden.
 """
 
 import math
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pippin.engines import Recovered, Weights
+from pippin.engines import Recovered, Tune, Weights
 from pippin.engines.coded import dither
 from pippin.errors import ModelError
 from pippin.model import names
 from pippin.model.quantized import DenseView
 
 # Adam's step in shares of a scale, or of a norm's size: its largest, after some updates and before
-# it falls to nothing.
-LEARNING_RATE, WARMUP, BETAS = 4e-4, 3, (0.9, 0.95)
+# it falls to nothing. Less than so many updates do not even out the noise of steps as large.
+LEARNING_RATE, UPDATES, WARMUP, BETAS = 1e-3, 100, 3, (0.9, 0.95)
 # A mean's gradients are too small for half precision, and a factor is nothing to Adam.
 GAIN = 256.0
 
@@ -84,20 +84,20 @@ def _norm(weight_D: NDArray[Any], rng: np.random.Generator) -> Norm:
     )
 
 
-def recover(tuning: Tuning, tokens: Sequence[int], seed: int) -> Recovered:
-    """Tune on all batches but every eighth; what they say of norms, and of all else, decides.
+def recover(tuning: Tuning, tokens: Sequence[int], tune: Tune) -> Recovered:
+    """Tune on all batches but every eighth fresh one; what they say of norms, and of all, decides.
 
     `tokens` are every batch's real ones.
     """
     # Batches come longest first: whatever length rows have, some are held out.
-    held_out = range(min(7, len(tokens) - 1), len(tokens), 8)
+    held_out = range(min(7, tune.fresh - 1), tune.fresh, 8)
     heard = sum(tokens[i] for i in held_out)
 
     def divergence() -> float:
         return sum(tuning.divergence(i) for i in held_out) / heard
 
     before = divergence()
-    _tune(tuning, (i for i in range(len(tokens)) if i not in held_out), seed)
+    _tune(tuning, [i for i in range(len(tokens)) if i not in held_out], tune)
     after, norms = divergence(), tuning.norms()
     tuning.undo_norms()
     without = divergence()
@@ -107,13 +107,15 @@ def recover(tuning: Tuning, tokens: Sequence[int], seed: int) -> Recovered:
     return Recovered(weights=weights, before=before, after=after, tokens=heard)
 
 
-def _tune(tuning: Tuning, batches: Iterable[int], seed: int) -> None:
-    """One update a batch, in an order of the seed's."""
-    order = np.random.default_rng(seed).permutation(list(batches)).tolist()
+def _tune(tuning: Tuning, batches: Sequence[int], tune: Tune) -> None:
+    """One update a batch and pass, each in an order of the seed's."""
+    rng = np.random.default_rng(tune.seed)
+    order = [i for _ in range(tune.passes) for i in rng.permutation(batches).tolist()]
+    highest = LEARNING_RATE * min(1.0, math.sqrt(len(order) / UPDATES))
     for done, i in enumerate(order):
         rise = min(1.0, (done + 1) / WARMUP)
         fall = 0.5 * (1 + math.cos(math.pi * done / len(order)))
-        tuning.update(i, LEARNING_RATE * rise * fall)
+        tuning.update(i, highest * rise * fall)
 
 
 def refuse_no_head() -> ModelError:

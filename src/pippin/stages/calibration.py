@@ -47,7 +47,8 @@ class Calibration:
     `by_layer` says that the model is read layer by layer: `in_layers` is the order to ask in.
 
     With `by_loss` a token counts by its part in the predictions, which `seed` draws. `further` are
-    rows for recovery, where it is asked for.
+    rows for recovery, where it is asked for, and `again` those of the calibration's own that it
+    takes where there are not enough.
     """
 
     model: Observed
@@ -60,6 +61,7 @@ class Calibration:
     by_layer: bool = False
     seed: int = 0
     further: tuple[Sample, ...] = ()
+    again: tuple[Sample, ...] = ()
     _read: tuple[frozenset[str], dict[str, NDArray[np.float32]]] = field(
         default=(frozenset(), {}), init=False
     )
@@ -145,7 +147,9 @@ def calibrate(job: Job, checkpoint: Tensors, *, large: bool = False) -> Calibrat
     asked_tokens = recipe.quantize.calibration_tokens
     samples = draw(tokenized.samples, asked_tokens, recipe.seed)
     more = draw(tokenized.samples, asked_tokens + recipe.quantize.recover_tokens, recipe.seed)
-    tokens = sum(len(sample.tokens) for sample in samples)
+    further = more[len(samples) :]
+    lacking = recipe.quantize.recover_tokens - _tokens(further)
+    tokens = _tokens(samples)
     longest = max(len(sample.tokens) for sample in samples)
     model, by_layer = _load(job, checkpoint, large)
     asked = CALIBRATED[recipe.quantize.method].by_loss and recipe.quantize.importance == "loss"
@@ -166,7 +170,8 @@ def calibrate(job: Job, checkpoint: Tensors, *, large: bool = False) -> Calibrat
         by_loss=by_loss,
         by_layer=by_layer,
         seed=recipe.seed,
-        further=tuple(more[len(samples) :]),
+        further=tuple(further),
+        again=tuple(draw(samples, lacking, recipe.seed)) if lacking > 0 else (),
     )
 
 
@@ -208,6 +213,10 @@ def draw(samples: list[Sample], tokens: int, seed: int) -> list[Sample]:
         drawn.append(samples[index])
         used += len(samples[index].tokens)
     return drawn
+
+
+def _tokens(samples: Iterable[Sample]) -> int:
+    return sum(len(sample.tokens) for sample in samples)
 
 
 def _notices(rows: str, tokens: int, wanted: int) -> tuple[str, ...]:

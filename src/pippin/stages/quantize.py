@@ -69,7 +69,9 @@ def quantize(job: Job) -> Iterator[Event]:
         rows.sort(key=lambda row: names.natural(row.name))
         summary |= {**_summary(folder, rows), **work.summary}
         if work.calibration and work.updates:
-            summary["recovered"] = recover(work.calibration, work.updates, folder)
+            summary["recovered"] = recover(
+                work.calibration, work.updates, settings.recover_passes, folder
+            )
             yield from _told(recovery_text(summary["recovered"]))
         summary["seconds"] = round(time.monotonic() - began, 2)
         report = {**summary, "method": settings.method, "tensors": [asdict(row) for row in rows]}

@@ -64,7 +64,7 @@ class Work:
     choices: dict[str, Choice]
     calibration: Calibration | None = None
     parts: tuple[dict[str, str], ...] = ()
-    updates: list[Batch] = field(default_factory=list)
+    updates: list[list[Batch]] = field(default_factory=list)
     revised: Revised | None = None
     folding: Folding = field(default_factory=Folding)
     notices: tuple[str, ...] = ()

@@ -1,11 +1,13 @@
 """Recovery: scales, zero points and norms of a quantized folder, tuned to its parent."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pippin.data.batches import Batch, single_batches
-from pippin.engines import Recoverer
+from pippin.data.batches import Batch, Sample, single_batches
+from pippin.engines import Recoverer, Tune
 from pippin.errors import DataError, ModelError
+from pippin.figures import counted
 from pippin.model.weights import Checkpoint
 from pippin.stages.calibration import Calibration
 
@@ -13,8 +15,8 @@ from pippin.stages.calibration import Calibration
 _UPDATE_TOKENS = 1024
 
 
-def updates(calibration: Calibration, engine: str) -> list[Batch]:
-    """What recovery reads, a batch an update.
+def updates(calibration: Calibration, engine: str) -> list[list[Batch]]:
+    """What recovery reads, a batch an update: rows that did not calibrate, then those that did.
 
     Raises ModelError for an engine that cannot tune, DataError where calibration left no rows.
     """
@@ -26,21 +28,29 @@ def updates(calibration: Calibration, engine: str) -> list[Batch]:
     samples = calibration.further
     if len(samples) < 2:
         raise DataError(
-            f"{len(samples)} training rows are left for quantize.recover_tokens, 2 are the least",
+            f"{counted(len(samples), 'row')} left for quantize.recover_tokens, 2 are the least",
             "lower quantize.calibration_tokens",
         )
-    longest = max(len(sample.tokens) for sample in samples)
-    rows = min(_UPDATE_TOKENS // longest, len(samples) // 2)
-    return single_batches(list(samples), max(1, rows))
+    return [_batches(part) for part in (samples, calibration.again)]
 
 
-def recover(calibration: Calibration, batches: list[Batch], folder: Path) -> dict[str, Any]:
+def _batches(samples: Sequence[Sample]) -> list[Batch]:
+    longest = max((len(sample.tokens) for sample in samples), default=1)
+    return single_batches(list(samples), max(1, min(_UPDATE_TOKENS // longest, len(samples) // 2)))
+
+
+def recover(
+    calibration: Calibration, updates: list[list[Batch]], passes: int, folder: Path
+) -> dict[str, Any]:
     """Write what was tuned in place, if it is worth it; what held-out rows say of them.
 
     The calibration's model is used up.
     """
     assert isinstance(calibration.model, Recoverer)
-    found = calibration.model.recover(folder, batches, calibration.seed)
+    fresh, again = updates
+    batches = fresh + again
+    tune = Tune(fresh=len(fresh), passes=passes, seed=calibration.seed)
+    found = calibration.model.recover(folder, batches, tune)
     infos = Checkpoint(folder).tensors
     for name, tensor in found.weights.items():
         info = infos[name]
@@ -50,6 +60,9 @@ def recover(calibration: Calibration, batches: list[Batch], folder: Path) -> dic
             file.write(tensor.tobytes())
     return {
         "batches": len(batches),
+        "tokens": sum(batch.real_tokens for batch in batches),
+        "tokens_that_calibrated": sum(batch.real_tokens for batch in again),
+        "passes": passes,
         "held_out_tokens": found.tokens,
         "kl_before": found.before,
         "kl_after": found.after,

@@ -5,7 +5,7 @@ import pytest
 from tests.tiny_runs import quantize_folder
 
 from pippin.data.batches import Batch, Sample, single_batches
-from pippin.engines import Recoverer
+from pippin.engines import Recoverer, Tune
 from pippin.model.quantized import DenseView
 
 pytest.importorskip("mlx.core")
@@ -33,7 +33,8 @@ def test_what_is_tuned_equals_pytorch_s(kind, tiny, tmp_path, engine, reference)
     folder = quantize_folder(tiny(kind), tmp_path / "q", **settings)
     models = [made.load(tiny(kind), "float32") for made in (engine, reference)]
     assert isinstance(models[0], Recoverer)
-    ours, wanted = (model.recover(folder, _batches(), seed=1) for model in models)
+    tune = Tune(fresh=8, passes=2, seed=1)
+    ours, wanted = (model.recover(folder, _batches(), tune) for model in models)
     for kl, other in ((ours.before, wanted.before), (ours.after, wanted.after)):
         assert kl == pytest.approx(other, rel=2e-3)
     assert ours.after < ours.before

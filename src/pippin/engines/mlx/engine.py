@@ -15,7 +15,7 @@ from mlx import nn
 from numpy.typing import NDArray
 
 from pippin.data.batches import Batch
-from pippin.engines import Recovered, Sampling, Tokens, TopK, Weights
+from pippin.engines import Recovered, Sampling, Tokens, TopK, Tune, Weights
 from pippin.engines.coded import refuse_dense
 from pippin.engines.mlx import device as devices
 from pippin.engines.mlx import parity
@@ -207,7 +207,7 @@ class MlxModel:
         refuse_dense(coded, self.checkpoint)
         return CodesTrainer(self.loaded, coded, train, seed)
 
-    def recover(self, quantized: Path, batches: Sequence[Batch], seed: int) -> Recovered:
+    def recover(self, quantized: Path, batches: Sequence[Batch], tune: Tune) -> Recovered:
         """Tune the scales of a quantized folder until it predicts as this model does; see there.
 
         This model is the quantized one from then on. Raises ModelError where the head is no plain
@@ -222,8 +222,8 @@ class MlxModel:
             mx.eval(parent.hidden)
         self.network = map_network(quantized, getattr(mx, self.dtype))
         self.loaded = replace(self.loaded, network=self.network, head=None)  # the parent may go
-        tuning = Recovery(self.network, quantized, parent, rows, seed)
-        return recover(tuning, [batch.real_tokens for batch in batches], seed)
+        tuning = Recovery(self.network, quantized, parent, rows, tune.seed)
+        return recover(tuning, [batch.real_tokens for batch in batches], tune)
 
     def _tell(self, what: str, settings: dict[str, Any], weights: Weights) -> None:
         """What is about to be trained here is trained by all; none does where one cannot."""

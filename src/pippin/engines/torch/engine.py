@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from pippin.data.batches import Batch
-from pippin.engines import Recovered, Sampling, Tokens, TopK, Weights
+from pippin.engines import Recovered, Sampling, Tokens, TopK, Tune, Weights
 from pippin.engines.arrays import adapted
 from pippin.engines.coded import refuse_dense
 from pippin.engines.host import steady_heap
@@ -126,7 +126,7 @@ class TorchModel:
         with self._rows(batches) as rows:
             return loss_moments(self.network, self._head, rows, names, seed)
 
-    def recover(self, quantized: Path, batches: Sequence[Batch], seed: int) -> Recovered:
+    def recover(self, quantized: Path, batches: Sequence[Batch], tune: Tune) -> Recovered:
         """Tune the scales of a quantized folder until it predicts as this model does; see there.
 
         Takes the model over. Raises ModelError where the head is no plain product.
@@ -134,8 +134,8 @@ class TorchModel:
         if self._head is None:
             raise refuse_no_head()
         with self._rows(batches) as rows:
-            tuning = Recovery(self.network, self._head, rows, quantized, seed)
-            return recover(tuning, [batch.real_tokens for batch in batches], seed)
+            tuning = Recovery(self.network, self._head, rows, quantized, tune.seed)
+            return recover(tuning, [batch.real_tokens for batch in batches], tune)
 
     @contextlib.contextmanager
     def _rows(self, batches: Sequence[Batch]) -> Generator[list[Rows]]:
