@@ -54,6 +54,9 @@ def main() -> None:
         "--only", nargs="*", default=[""], help="measurements whose name contains one of these"
     )
     parser.add_argument("--tokens", type=int, default=TOKENS, help="that calibrate")
+    parser.add_argument(
+        "--all-text", action="store_true", help="the part that tuned the reference calibrates too"
+    )
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     torch.set_num_threads(1)  # waiting threads would count as work on a busy machine
@@ -61,6 +64,8 @@ def main() -> None:
         work = options.work or Path(scratch) / "work"
         work.mkdir(exist_ok=True)
         desk = Desk(Path(scratch), options.text, work, (options.device, options.tokens))
+        if options.all_text:
+            desk.calibrate_on_all()
         if not (work / "reference").exists():
             shutil.copytree(desk.make_reference(), work / "reference")
             if options.work and options.at_most < 999:
@@ -110,6 +115,11 @@ class Desk:
                 (folder / part / f"{split}.txt").write_text(
                     said if split == "train" else said[:9999]
                 )
+
+    def calibrate_on_all(self) -> None:
+        """Calibrate on what tuned the reference as well; the scored part stays apart."""
+        parts = [self.folder / part / "train.txt" for part in ("tuning", "calibration")]
+        parts[1].write_text("".join(part.read_text() for part in parts))
 
     def calibrate(self, job: Job, checkpoint: Tensors, *, large: bool = False) -> Calibration:
         """Read once for all settings that weigh inputs alike; the seconds count it once.
@@ -224,7 +234,7 @@ class Desk:
         """Quantize, then measure."""
         more = {"calibration_tokens": self.tokens}
         if settings.recover_tokens:
-            more["recover_tokens"] = self.tokens
+            more["recover_tokens"] = settings.recover_tokens * self.tokens // TOKENS
         made = self.asked("calibration", quantize=replace(settings, **more))
         start = time.process_time()
         folder = self.run(quantize, made, reference)

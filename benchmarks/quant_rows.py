@@ -37,6 +37,9 @@ ROWS: dict[str, dict[str, recipe.Quantize | quant_peers.Peer]] = {
         "best, 4.5 bits shared out, symmetric, recovered": replace(
             SYMMETRIC, target_bits=4.5, recover_tokens=TOKENS
         ),
+        "best, 4.5 bits shared out, symmetric, recovered in two passes": replace(
+            SYMMETRIC, target_bits=4.5, recover_tokens=2 * TOKENS, recover_passes=2
+        ),
         "best, 4.5 bits shared out, affine": replace(AFFINE, target_bits=4.5),
         "best, affine g64": AFFINE,
         "best, symmetric g32": replace(SYMMETRIC, group_size=32),
