@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pippin.engines.torch.float8 import SMALL, round_rows, split_rows
+from pippin.engines.torch.float8 import round_rows
 from pippin.engines.torch.frames import Frame, Wide
 from pippin.engines.torch.lora import LoraLinear
 
@@ -31,7 +31,6 @@ def linear(outputs, rank, bias, generator, inputs=INPUTS, dtype=torch.float64):
 def refresh(frame):
     for place, master in zip(frame.places, frame.masters, strict=True):
         place.copy_(master)
-    frame.recode()
 
 
 @pytest.mark.parametrize("ranks", [(0, 3, 3), (2, 3, 16), (3, 0, 2), (0, 0, 0)])
@@ -97,7 +96,7 @@ def test_in_float8_they_differ_by_its_rounding_alone(bias):
     for wide, values in ((x, x_TI.detach()), (dy, upstream_TO)):
         wide.values.copy_(values)
         codes, scale = round_rows(values)
-        wide.codes[:, : wide.width] = codes
+        wide.codes.copy_(codes)
         wide.scale.copy_(scale)
     y_TO = frame.product(x)
     dx_TI, grads = frame.product_back(dy, x.whole)
@@ -106,23 +105,3 @@ def test_in_float8_they_differ_by_its_rounding_alone(bias):
     assert max(errors[:2]) < 0.05
     assert min(errors[:2]) > 0.001  # it is FP8
     assert max(errors[2:]) < 0.01  # adapters stay in bfloat16
-
-
-@pytest.mark.parametrize("size", [1e-2, 1.0])
-def test_an_adapter_in_split_codes_is_as_exact_as_in_bfloat16(size):
-    generator = torch.Generator().manual_seed(0)
-    z_TE, b_OE = (torch.randn(n, 16, generator=generator) for n in (64, 48))
-    b_OE *= size
-    scales = torch.full((64, 1), 4.0 / 448), torch.full((48, 1), 4.0 / SMALL)
-    left, right = (
-        split_rows(x, scale, of_matrix=x is b_OE).float() * scale
-        for x, scale in zip((z_TE, b_OE), scales, strict=True)
-    )
-    wanted = z_TE @ b_OE.T
-    assert (left @ right.T - wanted).norm() < 2**-7 * wanted.norm()
-
-
-def test_what_is_out_of_codes_reach_is_no_number():
-    x_NE, scale_N1 = torch.tensor([[1.0, 1e5]]), torch.ones(1, 1)
-    finite = split_rows(x_NE, scale_N1, of_matrix=False).float().isfinite()
-    assert finite.tolist() == [[True, False] * 4]

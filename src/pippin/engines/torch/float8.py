@@ -15,10 +15,6 @@ CODES = torch.float8_e4m3fn
 LARGEST = 448.0
 SIDE = 16  # both sides of a matrix are a multiple of it
 OLDEST = (8, 9)
-# A frame's matrix has small codes, which are as exact, so that what stands beside it may be larger.
-SMALL = 1.75
-PARTS = 4  # codes for a value, whose four bits are not enough for an adapter
-BALANCE, SPLIT = 16.0, 16.0
 
 
 class Float8Linear(nn.Module):
@@ -66,35 +62,6 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Codes, and the float32 scale of every row, (rows, 1)."""
     scale = (x.abs().amax(-1, keepdim=True).float() / LARGEST).clamp(min=1e-12)
     return (x.float() / scale).clamp(-LARGEST, LARGEST).to(CODES), scale
-
-
-def framed_rows(matrix_OI: Tensor, extra: int) -> tuple[Tensor, Tensor]:
-    """As `round_rows`, codes (O, I + PARTS x extra) with room beside them for `split_rows`.
-
-    No row counts as much smaller than the largest.
-    """
-    top_O1 = matrix_OI.abs().amax(-1, keepdim=True).float()
-    scale_O1 = (top_O1.clamp(min=top_O1.max() / BALANCE) / SMALL).clamp(min=1e-12)
-    codes_OX = torch.zeros(
-        len(matrix_OI), matrix_OI.shape[1] + PARTS * extra, dtype=CODES, device=matrix_OI.device
-    )
-    codes_OX[:, : matrix_OI.shape[1]] = (matrix_OI.float() / scale_O1).to(CODES)
-    return codes_OX, scale_O1
-
-
-def split_rows(x_NE: Tensor, scale_N1: Tensor, *, of_matrix: bool) -> Tensor:
-    """Codes (N, PARTS x E) of x in its row's scale, for either side of a product over E.
-
-    With x = h + l, both rounded, two sides give h h' + l h' + h l' + l l', which is as exact as in
-    bfloat16. NaN where x is out of reach: the loss will tell.
-    """
-    factor = BALANCE if of_matrix else 1.0 / BALANCE
-    x_NE = x_NE.float() / scale_N1 * factor
-    x_NE = x_NE.where(x_NE.abs() <= LARGEST, torch.nan)
-    high_NE = x_NE.to(CODES).float()
-    low_NE = x_NE - high_NE
-    mixed = [low_NE * SPLIT, high_NE / SPLIT]
-    return torch.cat([high_NE, *(mixed[::-1] if of_matrix else mixed), low_NE], 1).to(CODES)
 
 
 def _multiply(x_NI: Tensor, codes_OI: Tensor, scale_O1: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pippin.engines.torch.float8 import CODES, PARTS, framed_rows, split_rows
+from pippin.engines.torch.float8 import CODES, round_rows
 from pippin.engines.torch.lora import LoraLinear
 
 STEP = 16  # the frame is a multiple of it: tensor cores and 16-byte loads
@@ -20,8 +20,8 @@ STEP = 16  # the frame is a multiple of it: tensor cores and 16-byte loads
 class Wide:
     """Activations of `width` channels, in rows with room for a frame beside them.
 
-    `whole` is (T, width + E), or None where nobody reads the values. `codes` (T, width + PARTS x E)
-    and `scale` (T, 1) are there where the product runs in FP8.
+    `whole` is (T, width + E), or None where nobody reads the values. `codes` (T, width) and `scale`
+    (T, 1) are there where the product runs in FP8.
     """
 
     whole: Tensor | None
@@ -51,9 +51,7 @@ class Frame:
 
     The matrix is [[W, B], [A, 0]]. Its upper part times [x, scale * x A^T] is the output, its left
     part times [dy, scale * dy B] the input's gradient. A bias is one more column of B, beside
-    a constant input of 1. `by_columns` says how the matrix lies in memory.
-
-    In FP8 both parts are matrices of codes of their own, and a bias stands by itself.
+    a constant input of 1. `by_columns` says how the matrix lies in memory; FP8 has its own way.
     """
 
     def __init__(self, linears: Sequence[Any], float8: bool, *, by_columns: bool = False) -> None:
@@ -63,12 +61,12 @@ class Frame:
         self.adapters = _adapters(linears)
         self.rank = sum(a.linear.lora_A.shape[0] for a in self.adapters)
         self.scale = self.adapters[0].linear.scale if self.adapters else 1.0
-        self.bias_O = _biases(linears)
-        self.constant = self.bias_O is not None and not float8
-        self.extra = -(-(self.rank + self.constant) // STEP) * STEP
+        biased = any(linear.bias is not None for linear in linears)
+        self.extra = -(-(self.rank + biased) // STEP) * STEP
         self.span = slice(0, self.outputs)  # of the outputs that the frame reaches
-        if self.adapters and not self.constant:
+        if self.adapters and not biased:
             self.span = slice(self.adapters[0].rows.start, self.adapters[-1].rows.stop)
+        self.biased = biased
         self._build()
 
     @property
@@ -80,8 +78,7 @@ class Frame:
         weight_OI = torch.cat([linear.weight.detach() for linear in self.linears])
         rows, columns = self.outputs + self.extra, self.inputs + self.extra
         if self.float8:
-            self.forth = framed_rows(weight_OI, self.extra)
-            self.back = framed_rows(weight_OI.T.contiguous(), self.extra)
+            self.forth, self.back = round_rows(weight_OI), round_rows(weight_OI.T.contiguous())
             self.below = weight_OI.new_zeros(self.extra, self.inputs)
             self.beside = weight_OI.new_zeros(self.outputs, self.extra)
         else:
@@ -92,9 +89,9 @@ class Frame:
             self.whole[: self.outputs, : self.inputs] = weight_OI
             self.below = self.whole[self.outputs :, : self.inputs]
             self.beside = self.whole[: self.outputs, self.inputs :]
-        if self.constant:
-            assert self.bias_O is not None
-            self.beside[:, self.rank] = self.bias_O
+        if self.biased:
+            biases = [_bias(linear, weight_OI) for linear in self.linears]
+            self.beside[:, self.rank] = torch.cat(biases)
 
     def adopt(self) -> None:
         """The linears' weights become views of this matrix; in FP8 they are given up."""
@@ -132,18 +129,20 @@ class Frame:
             whole = _roomy(self.below, tokens, width + self.extra)
         if not self.float8:
             return Wide(whole=whole, width=width)
-        codes = empty(tokens, width + PARTS * self.extra, dtype=CODES)
-        scale = empty(tokens, 1, dtype=torch.float32)
+        codes, scale = empty(tokens, width, dtype=CODES), empty(tokens, 1, dtype=torch.float32)
         return Wide(whole=whole, width=width, codes=codes, scale=scale)
 
     def product(self, x: Wide) -> Tensor:
         """(T, O). Fills the tail of `x` with scale * x A^T."""
         if self.extra:
             x.tail.addmm_(x.values, self.below.T, beta=0, alpha=self.scale)
-            if self.constant:
+            if self.biased:
                 x.tail[:, self.rank] = 1.0
         if self.float8:
-            return self._in_float8(x, self.forth, self.bias_O)
+            y_TO = _in_float8(x, self.forth, self.beside.dtype)
+            if self.extra:
+                self.add(y_TO[:, self.span], x.tail, self.beside[self.span].T)
+            return y_TO
         return x.rows @ self.whole[: self.outputs].T
 
     def wide_product(self, x: Wide) -> tuple[Tensor, Tensor]:
@@ -154,7 +153,7 @@ class Frame:
         both_TX = _roomy(self.below, len(x.rows), self.outputs + self.extra)
         torch.mm(x.values, self.whole[:, : self.inputs].T, out=both_TX)
         tail_TE = both_TX[:, self.outputs :] * self.scale
-        if self.constant:
+        if self.biased:
             tail_TE[:, self.rank] = 1.0
         return both_TX[:, : self.outputs], tail_TE
 
@@ -166,7 +165,8 @@ class Frame:
     def back_through(self, dy: Wide) -> Tensor:
         """(T, I), the gradient of x, once the tail of `dy` is filled."""
         if self.float8:
-            return self._in_float8(dy, self.back)
+            dx_TI = _in_float8(dy, self.back, self.below.dtype)
+            return self.add(dx_TI, dy.tail, self.below) if self.extra else dx_TI
         return dy.rows @ self.whole[:, : self.inputs]
 
     def wide_back(self, dy: Wide) -> Tensor:
@@ -178,36 +178,6 @@ class Frame:
         torch.mm(dy.values, self.whole[: self.outputs], out=both_TX)
         torch.mul(both_TX[:, self.inputs :], self.scale, out=dy.tail)
         return self.add(both_TX[:, : self.inputs], dy.tail, self.below)
-
-    def _in_float8(
-        self, x: Wide, side: tuple[Tensor, Tensor], bias_O: Tensor | None = None
-    ) -> Tensor:
-        """x times one of the two matrices of codes, once its tail is filled."""
-        assert x.codes is not None
-        assert x.scale is not None
-        if self.extra:
-            self.code(x.tail, x.scale, x.codes[:, x.width :], of_matrix=False)
-        codes, scale = side
-        return torch._scaled_mm(
-            x.codes,
-            codes.T,
-            scale_a=x.scale,
-            scale_b=scale.T,
-            bias=bias_O,
-            out_dtype=self.below.dtype,
-            use_fast_accum=True,
-        )
-
-    def recode(self) -> None:
-        """The adapters' newest values into the matrices of codes."""
-        if self.float8 and self.extra:
-            (forth, scale_O1), (back, scale_I1) = self.forth, self.back
-            self.code(self.beside, scale_O1, forth[:, self.inputs :], of_matrix=True)
-            self.code(self.below.T, scale_I1, back[:, self.outputs :], of_matrix=True)
-
-    def code(self, x_NE: Tensor, scale_N1: Tensor, codes_NX: Tensor, *, of_matrix: bool) -> None:
-        """Fill `codes` as `split_rows` makes them."""
-        codes_NX.copy_(split_rows(x_NE, scale_N1, of_matrix=of_matrix))
 
     def add(self, y_TO: Tensor, tail_TE: Tensor, matrix_EO: Tensor) -> Tensor:
         """Their product is added to y."""
@@ -248,6 +218,20 @@ def over_tokens(left_TM: Tensor, right_TN: Tensor) -> Tensor:
     return left_TM.T @ right_TN
 
 
+def _in_float8(x: Wide, side: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
+    codes, scale = side
+    assert x.codes is not None
+    assert x.scale is not None
+    return torch._scaled_mm(
+        x.codes,
+        codes.T,
+        scale_a=x.scale,
+        scale_b=scale.T,
+        out_dtype=dtype,
+        use_fast_accum=True,
+    )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Adapter:
     """One linear's pair, and its place in the frame."""
@@ -275,10 +259,7 @@ def _adapters(linears: Sequence[Any]) -> list[_Adapter]:
     return found
 
 
-def _biases(linears: Sequence[Any]) -> Tensor | None:
-    """(O,) of them all, zeros where one has none; None where none has."""
-    if all(linear.bias is None for linear in linears):
-        return None
-    empty = linears[0].weight.new_zeros
-    found = [empty(x.out_features) if x.bias is None else x.bias.detach() for x in linears]
-    return torch.cat(found)
+def _bias(linear: Any, weight_OI: Tensor) -> Tensor:
+    if linear.bias is None:
+        return weight_OI.new_zeros(linear.out_features)
+    return linear.bias.detach()

@@ -21,7 +21,7 @@ def _put_codes(codes, place, inside, values, scale):
 
 @triton.jit
 def norm(
-    x, add, weight, out, total, rates, codes, scales, D, out_row, codes_row, eps,
+    x, add, weight, out, total, rates, codes, scales, D, out_row, eps,
     ADD: tl.constexpr, KEEP: tl.constexpr, CODES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """total = x + add; out = total / rms(total), rounded, times weight. `rates` takes 1 / rms."""
@@ -43,12 +43,12 @@ def norm(
     if CODES:
         scale = tl.maximum(tl.max(tl.abs(normed), 0) / LARGEST, SMALLEST)
         tl.store(scales + row, scale)
-        _put_codes(codes + row * codes_row, place, inside, normed, scale)
+        _put_codes(codes + row * D, place, inside, normed, scale)
 
 
 @triton.jit
 def norm_grad(
-    grad, x, rates, weight, beside, out, codes, scales, D, grad_row, beside_row, out_row, codes_row,
+    grad, x, rates, weight, beside, out, codes, scales, D, grad_row, beside_row, out_row,
     ADD: tl.constexpr, CODES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """out = beside + the gradient of the norm's input, from the gradient of its output."""
@@ -67,7 +67,7 @@ def norm_grad(
     if CODES:
         scale = tl.maximum(tl.max(tl.abs(result), 0) / LARGEST, SMALLEST)
         tl.store(scales + row, scale)
-        _put_codes(codes + row * codes_row, place, inside, result, scale)
+        _put_codes(codes + row * D, place, inside, result, scale)
 
 
 @triton.jit
@@ -88,14 +88,14 @@ def _gated(rows, place, inside, F):
 
 @triton.jit
 def gate(
-    both, out, codes, scales, F, both_row, out_row, codes_row,
+    both, out, codes, scales, F, both_row, out_row,
     KEEP: tl.constexpr, CODES: tl.constexpr, MOST: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     """out = silu(gate) * up, from rows that hold gate and up side by side."""
     row = tl.program_id(0).to(tl.int64)
     both += row * both_row
     out += row * out_row
-    codes += row * codes_row
+    codes += row * F
     place, after = tl.arange(0, MOST), MOST + tl.arange(0, REST)
     first, second = _gated(both, place, place < F, F), _gated(both, after, after < F, F)
     if KEEP:
@@ -120,7 +120,7 @@ def _gate_slopes(grad, both, place, inside, F):
 
 @triton.jit
 def gate_grad(
-    grad, both, out, codes, scales, F, both_row, out_row, codes_row,
+    grad, both, out, codes, scales, F, both_row, out_row,
     KEEP: tl.constexpr, CODES: tl.constexpr, MOST: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     """The gradients of gate and up side by side, from that of silu(gate) * up."""
@@ -128,7 +128,7 @@ def gate_grad(
     both += row * both_row
     grad += row * F
     out += row * out_row
-    codes += row * codes_row
+    codes += row * 2 * F
     place, after = tl.arange(0, MOST), MOST + tl.arange(0, REST)
     d_gate, d_up, _ = _gate_slopes(grad, both, place, place < F, F)
     gate_rest, up_rest, _ = _gate_slopes(grad, both, after, after < F, F)
@@ -236,20 +236,6 @@ def rotate(
 
 
 @triton.jit
-def round_rows(x, codes, scales, D, x_row, codes_row, MOST: tl.constexpr, REST: tl.constexpr):
-    """FP8 codes of every row, and its scale."""
-    row = tl.program_id(0).to(tl.int64)
-    x += row * x_row
-    codes += row * codes_row
-    place, after = tl.arange(0, MOST), MOST + tl.arange(0, REST)
-    first = tl.load(x + place, mask=place < D, other=0.0).to(tl.float32)
-    second = tl.load(x + after, mask=after < D, other=0.0).to(tl.float32)
-    scale = _row_scale(scales, row, first, second)
-    _put_codes(codes, place, place < D, first, scale)
-    _put_codes(codes, after, after < D, second, scale)
-
-
-@triton.jit
 def copy_all(table, like, like_target, BLOCK: tl.constexpr):
     """Matrices of the dtype of `like`, row by row, into others of the dtype of `like_target`.
 
@@ -265,24 +251,15 @@ def copy_all(table, like, like_target, BLOCK: tl.constexpr):
     tl.store(target, tl.load(source, mask=inside).to(like_target.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["N"])
-def split_rows(
-    x, scales, codes, N, E, x_row, x_column, codes_row, factor,
-    OF_MATRIX: tl.constexpr, SPLIT: tl.constexpr, M: tl.constexpr, WIDE_E: tl.constexpr,
-):  # fmt: skip
-    """What float8.split_rows makes of x (N, E)."""
-    row = (tl.program_id(0) * M + tl.arange(0, M)).to(tl.int64)[:, None]
-    e = tl.arange(0, WIDE_E)[None, :]
-    inside = (row < N) & (e < E)
-    value = tl.load(x + row * x_row + e * x_column, mask=inside, other=0.0).to(tl.float32)
-    value = value / tl.load(scales + row, mask=row < N, other=1.0) * factor
-    value = tl.where(tl.abs(value) <= LARGEST, value, float("nan"))
-    high = value.to(codes.dtype.element_ty)
-    low = value - high.to(tl.float32)
-    larger = (low * SPLIT).to(codes.dtype.element_ty)
-    smaller = (high.to(tl.float32) / SPLIT).to(codes.dtype.element_ty)
-    place = codes + row * codes_row + e
-    tl.store(place, high, mask=inside)
-    tl.store(place + E, smaller if OF_MATRIX else larger, mask=inside)
-    tl.store(place + 2 * E, larger if OF_MATRIX else smaller, mask=inside)
-    tl.store(place + 3 * E, low.to(codes.dtype.element_ty), mask=inside)
+@triton.jit
+def round_rows(x, codes, scales, D, x_row, MOST: tl.constexpr, REST: tl.constexpr):
+    """FP8 codes of every row, and its scale."""
+    row = tl.program_id(0).to(tl.int64)
+    x += row * x_row
+    codes += row * D
+    place, after = tl.arange(0, MOST), MOST + tl.arange(0, REST)
+    first = tl.load(x + place, mask=place < D, other=0.0).to(tl.float32)
+    second = tl.load(x + after, mask=after < D, other=0.0).to(tl.float32)
+    scale = _row_scale(scales, row, first, second)
+    _put_codes(codes, place, place < D, first, scale)
+    _put_codes(codes, after, after < D, second, scale)

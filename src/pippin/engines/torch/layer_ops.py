@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from pippin.engines.torch import layer_kernels as kernels
-from pippin.engines.torch.float8 import BALANCE, SPLIT
 from pippin.engines.torch.frames import Frame, Wide
 from pippin.engines.torch.parts import Norm
 
@@ -29,7 +28,7 @@ def norm(
     total_TD = x_TD if add_TD is None else torch.empty_like(x_TD)
     kernels.norm[(tokens,)](
         x_TD, x_TD if add_TD is None else add_TD, norm.weight_D, *_whole(out, x_TD), total_TD,
-        rates_T, *_codes(out, x_TD), width, _row(out), _codes_row(out), norm.eps,
+        rates_T, *_codes(out, x_TD), width, _row(out), norm.eps,
         ADD=add_TD is not None, KEEP=out.whole is not None, CODES=out.codes is not None,
         BLOCK=_power(width), num_warps=8,
     )  # fmt: skip
@@ -48,7 +47,7 @@ def norm_grad(
     beside = grad_TD if beside_TD is None else beside_TD
     kernels.norm_grad[(tokens,)](
         grad_TD, x_TD, rates_T, norm.weight_D, beside, out.whole, *_codes(out, x_TD),
-        width, grad_TD.stride(0), beside.stride(0), _row(out), _codes_row(out),
+        width, grad_TD.stride(0), beside.stride(0), _row(out),
         ADD=beside_TD is not None, CODES=out.codes is not None, BLOCK=_power(width), num_warps=8,
     )  # fmt: skip
     return out.values
@@ -60,7 +59,7 @@ def gate(both_TF: Tensor, frame: Frame) -> Wide:
     out = frame.inner(tokens)
     kernels.gate[(tokens,)](
         both_TF, *_whole(out, both_TF), *_codes(out, both_TF), width, both_TF.stride(0), _row(out),
-        _codes_row(out), KEEP=out.whole is not None, CODES=out.codes is not None, **_two(width),
+        KEEP=out.whole is not None, CODES=out.codes is not None, **_two(width),
     )  # fmt: skip
     return out
 
@@ -71,7 +70,7 @@ def gate_grad(grad_TF: Tensor, both_TF: Tensor, frame: Frame) -> Wide:
     out = frame.outer(tokens)
     kernels.gate_grad[(tokens,)](
         grad_TF, both_TF, *_whole(out, both_TF), *_codes(out, both_TF),
-        width, both_TF.stride(0), _row(out), _codes_row(out),
+        width, both_TF.stride(0), _row(out),
         KEEP=out.whole is not None, CODES=out.codes is not None, **_two(width),
     )  # fmt: skip
     return out
@@ -113,20 +112,11 @@ def add_update(
 
 
 class CudaFrame(Frame):
-    """A frame with kernels: cuBLAS takes half as long again to add an update."""
+    """A frame whose updates are added by a kernel: cuBLAS takes half as long again."""
 
     def add(self, y_TO: Tensor, tail_TE: Tensor, matrix_EO: Tensor) -> Tensor:
         """As Frame.add."""
         return add_update(y_TO, tail_TE, matrix_EO)
-
-    def code(self, x_NE: Tensor, scale_N1: Tensor, codes_NX: Tensor, *, of_matrix: bool) -> None:
-        """As Frame.code."""
-        rows, extra = x_NE.shape
-        kernels.split_rows[(-(-rows // 32),)](
-            x_NE, scale_N1, codes_NX, rows, extra, *x_NE.stride(), codes_NX.stride(0),
-            BALANCE if of_matrix else 1.0 / BALANCE,
-            OF_MATRIX=of_matrix, SPLIT=SPLIT, M=32, WIDE_E=_power(extra), num_warps=4,
-        )  # fmt: skip
 
 
 def refresher(frames: Sequence[Frame]) -> Callable[[], None]:
@@ -140,8 +130,6 @@ def refresher(frames: Sequence[Frame]) -> Callable[[], None]:
     def refresh() -> None:
         if pairs:
             kernels.copy_all[(blocks, len(pairs))](table, *pairs[0], BLOCK=COPIED, num_warps=8)
-        for frame in frames:
-            frame.recode()
 
     return refresh
 
@@ -161,7 +149,7 @@ def encode(x: Wide) -> Wide:
     if x.codes is not None:
         values = x.values
         kernels.round_rows[(len(values),)](
-            values, x.codes, x.scale, x.width, values.stride(0), _codes_row(x), **_two(x.width)
+            values, x.codes, x.scale, x.width, values.stride(0), **_two(x.width)
         )
     return x
 
@@ -215,10 +203,6 @@ def _codes(out: Wide, like: Tensor) -> tuple[Any, Any]:
 
 def _row(out: Wide) -> int:
     return 0 if out.whole is None else out.whole.stride(0)
-
-
-def _codes_row(out: Wide) -> int:
-    return 0 if out.codes is None else out.codes.stride(0)
 
 
 def _precision(x: Tensor) -> str:
