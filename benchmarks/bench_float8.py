@@ -59,13 +59,14 @@ def train_all(options: argparse.Namespace, work: Path) -> None:
         for kind in KINDS
     ]
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(options.workers, mp_context=context) as pool:
-        waiting = [pool.submit(one.run) for one in asked if not one.place.exists()]
-        for done in as_completed(waiting):
+    pool = ProcessPoolExecutor(options.workers, mp_context=context)
+    try:
+        for done in as_completed([pool.submit(one.run) for one in asked if not one.place.exists()]):
             print(done.result(), flush=True)
             if time.monotonic() > end:
-                pool.shutdown(cancel_futures=True)
                 break
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def asked_of(seed: int, kind: recipe.FrozenDType, epochs: float) -> recipe.Recipe:
