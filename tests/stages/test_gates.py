@@ -89,3 +89,12 @@ def test_figures_that_round_to_their_limit_are_written_out():
     assert missed({"top1": 0.98996}, Gate(min_top1=0.99)) == [
         "top-1 agreement 0.98996 < min_top1 0.99"
     ]
+
+
+@pytest.mark.parametrize(("answered", "passes"), [(0.5, True), (0.496, True), (0.49, False)])
+def test_of_few_rows_the_parents_figure_is_enough(answered, passes):
+    """Measured on rows of which the parent itself answers half."""
+    scores = {"exact_match": answered, "same_rows": {"exact_match": 0.5}}
+    found = missed(scores, Gate(min_exact_match=0.8))
+    assert found == ([] if passes else ["exact match 0.490 < min_exact_match 0.495"])
+    assert missed({"exact_match": answered}, Gate(min_exact_match=0.8))
