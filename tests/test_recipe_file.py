@@ -119,6 +119,12 @@ FAULTS = [
     ),
     (
         "[data]",
+        "[quantize]\nrecover_passes = 2\n[data]",
+        "7: quantize.recover_passes: there are no rows",
+        "recover_tokens",
+    ),
+    (
+        "[data]",
         'engine = "jax"\n[qat]\nsteps = 9\n[data]',
         "8: qat.steps: the engine jax trains no scales of codes",
         "torch",
