@@ -353,9 +353,12 @@ def test_a_loss_that_is_no_number_is_an_error_and_leaves_nothing(world):
     assert not (world.root / "evaluate-base").exists()
 
 
-def test_references_out_of_reach_are_counted(world):
-    _, events = world.measure("base", evaluate=replace(world.recipe.evaluate, max_tokens=1))
+def test_references_out_of_reach_are_counted_and_told_once(world):
+    short = replace(world.recipe.evaluate, max_tokens=1)
+    _, events = world.measure("base", evaluate=short)
     assert any("max_tokens = 1: 8 of 8 references" in text for text in notices(events))
+    _, later = world.measure("adapter", evaluate=short)
+    assert not any("references" in text for text in notices(later))
 
 
 def test_rows_without_answers_have_no_exact_match(world):

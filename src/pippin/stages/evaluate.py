@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,8 @@ def read_scores(folder: Path) -> dict[str, Any] | None:
 
 def _exam(job: Job, tokenizer: Tokenizer) -> Exam:
     exam = read_exam(job.recipe, tokenizer)
+    if job.subject != "base":
+        exam = replace(exam, notices=[])  # every stage takes the same exam: told with the base
     if "bundle" not in job.inputs:
         return within(exam, job.recipe, context_of(job.inputs))
     return shorten(exam, job.recipe)
