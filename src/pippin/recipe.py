@@ -186,10 +186,7 @@ class Quantize:
         "model's before; 0 leaves them",
     )
     recover_passes: int = key(1, "how often recovery goes through its rows")
-    sequential: bool = key(
-        False,
-        "gptq reads in every layer what the layers quantized before it give, one layer at a time",
-    )
+    sequential: bool = key(False, "gptq reads what the layers quantized before give, one by one")
     importance: Importance = key(
         "loss",
         "what counts for best: a token's part in the predictions, found by a backward pass, or all "
@@ -245,9 +242,7 @@ class Evaluate:
     prompts: tuple[str, ...] = key((), "answered by every stage, decoded greedily")
     prompt_tokens: int = key(48, "longest answer to a prompt")
     slow_seconds: int = key(
-        60,
-        "what the rows and answers of a coreai, coreml or executorch-coreml file may take: their "
-        "runtimes are slow here, and get as many as fit",
+        60, "what rows and answers of a coreai, coreml or executorch-coreml file may take: slow here"
     )
 
 
