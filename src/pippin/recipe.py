@@ -242,7 +242,7 @@ class Evaluate:
     prompts: tuple[str, ...] = key((), "answered by every stage, decoded greedily")
     prompt_tokens: int = key(48, "longest answer to a prompt")
     slow_seconds: int = key(
-        60, "what rows and answers of a coreai, coreml or executorch-coreml file may take: slow here"
+        60, "what rows and answers of a coreai, coreml or executorch-coreml file may take"
     )
 
 
