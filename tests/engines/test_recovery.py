@@ -8,7 +8,8 @@ import pytest
 from tests.tiny_runs import quantize_folder
 
 from pippin.data.batches import Batch, Sample, single_batches
-from pippin.engines import Recoverer, Tune, load_engine
+from pippin.engines import load_engine
+from pippin.engines.recovery import Recoverer, Tune
 from pippin.model.quantized import DenseView, dense_tensors, dequantize
 
 pytestmark = pytest.mark.torch

@@ -171,44 +171,6 @@ class CacheQuantizer(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tune:
-    """How often batches are gone through, in which order, and how many at their start are `fresh`.
-
-    An eighth of those is held out. The codes were chosen by the rows of the others.
-    """
-
-    fresh: int
-    passes: int = 1
-    seed: int = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Recovered:
-    """Tuned scales, zero points and norms by tensor name, none where they gave nothing.
-
-    `before` and `after`: KL from the parent in nats a token, over `tokens` held-out ones.
-    """
-
-    weights: Weights
-    before: float
-    after: float
-    tokens: int
-
-
-@runtime_checkable
-class Recoverer(Protocol):
-    """What the models of some engines can do besides: tune the scales of their own codes."""
-
-    def recover(self, quantized: Path, batches: Sequence[Batch], tune: Tune) -> Recovered:
-        """Tune scales, zero points and norms of the folder until it predicts as this model does.
-
-        One update a batch and pass; some are held out. The model is the quantized one afterwards.
-        Raises ModelError where it has no head of its own formula.
-        """
-        ...
-
-
 @runtime_checkable
 class CodesTrainable(Protocol):
     """What the models of some engines can do besides: train what their own codes say."""

@@ -9,12 +9,14 @@ Shape letters: D hidden.
 import math
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pippin.engines import Recovered, Tune, Weights
+from pippin.data.batches import Batch
+from pippin.engines import Weights
 from pippin.engines.coded import dither
 from pippin.errors import ModelError
 from pippin.model import names
@@ -25,6 +27,44 @@ from pippin.model.quantized import DenseView
 LEARNING_RATE, UPDATES, WARMUP, BETAS = 1e-3, 100, 3, (0.9, 0.95)
 # A mean's gradients are too small for half precision, and a factor is nothing to Adam.
 GAIN = 256.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tune:
+    """How often batches are gone through, in which order, and how many at their start are `fresh`.
+
+    An eighth of those is held out. The codes were chosen by the rows of the others.
+    """
+
+    fresh: int
+    passes: int = 1
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recovered:
+    """Tuned scales, zero points and norms by tensor name, none where they gave nothing.
+
+    `before` and `after`: KL from the parent in nats a token, over `tokens` held-out ones.
+    """
+
+    weights: Weights
+    before: float
+    after: float
+    tokens: int
+
+
+@runtime_checkable
+class Recoverer(Protocol):
+    """What the models of some engines can do besides: tune the scales of their own codes."""
+
+    def recover(self, quantized: Path, batches: Sequence[Batch], tune: Tune) -> Recovered:
+        """Tune scales, zero points and norms of the folder until it predicts as this model does.
+
+        One update a batch and pass; some are held out. The model is the quantized one afterwards.
+        Raises ModelError where it has no head of its own formula.
+        """
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from pippin.data.batches import Batch, Sample, single_batches
-from pippin.engines import Recoverer, Tune
+from pippin.engines.recovery import Recoverer, Tune
 from pippin.errors import DataError, ModelError
 from pippin.figures import counted
 from pippin.model.weights import Checkpoint

@@ -5,7 +5,7 @@ import pytest
 from tests.tiny_runs import quantize_folder
 
 from pippin.data.batches import Batch, Sample, single_batches
-from pippin.engines import Recoverer, Tune
+from pippin.engines.recovery import Recoverer, Tune
 from pippin.model.quantized import DenseView
 
 pytest.importorskip("mlx.core")

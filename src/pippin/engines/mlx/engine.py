@@ -15,7 +15,7 @@ from mlx import nn
 from numpy.typing import NDArray
 
 from pippin.data.batches import Batch
-from pippin.engines import Recovered, Sampling, Tokens, TopK, Tune, Weights
+from pippin.engines import Sampling, Tokens, TopK, Weights
 from pippin.engines.coded import refuse_dense
 from pippin.engines.mlx import device as devices
 from pippin.engines.mlx import parity
@@ -41,7 +41,7 @@ from pippin.engines.mlx.ring import find_ring
 from pippin.engines.mlx.rows import Rows
 from pippin.engines.mlx.score import logprobs, topk
 from pippin.engines.mlx.trainer import MlxTrainer
-from pippin.engines.recovery import recover, refuse_no_head
+from pippin.engines.recovery import Recovered, Tune, recover, refuse_no_head
 from pippin.errors import ModelError
 from pippin.model.config import read_raw
 from pippin.model.quantized import DenseView

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from pippin.data.batches import Batch
-from pippin.engines import Recovered, Sampling, Tokens, TopK, Tune, Weights
+from pippin.engines import Sampling, Tokens, TopK, Weights
 from pippin.engines.arrays import adapted
 from pippin.engines.coded import refuse_dense
 from pippin.engines.host import steady_heap
-from pippin.engines.recovery import recover, refuse_no_head
+from pippin.engines.recovery import Recovered, Tune, recover, refuse_no_head
 from pippin.engines.torch import device as devices
 from pippin.engines.torch.adapting import add_adapter, add_to_embedding
 from pippin.engines.torch.body import find_head
