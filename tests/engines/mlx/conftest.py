@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 
 from pippin.engines import Weights, load_engine
+from pippin.recipe import Lora, Train
 
 pytest.importorskip("mlx.core")
+
+LORA = Lora(rank=4, alpha=8)
 
 
 @pytest.fixture(scope="session")
@@ -32,7 +35,6 @@ def adapter() -> Callable[..., Weights]:
     def make(folder, rank: int = 4, live: bool = False) -> Weights:
         from pippin.model.adapter import adapted_linears
         from pippin.model.weights import Checkpoint
-        from pippin.recipe import Lora
 
         rng, weights = np.random.default_rng(5), {}
         for name, (inputs, outputs) in adapted_linears(Checkpoint(folder), Lora()).items():
@@ -42,3 +44,21 @@ def adapter() -> Callable[..., Weights]:
         return weights
 
     return make
+
+
+@pytest.fixture
+def start(tiny, engine, adapter):
+    """A trainer on a tiny model: settings, adapter settings, dtype, kind or folder."""
+
+    def make(train=None, lora=LORA, dtype="float32", kind="llama", seed=0, live=False):
+        folder = tiny(kind) if isinstance(kind, str) else kind
+        weights = adapter(folder, live=live) if lora else {}
+        return engine.load(folder, dtype).trainer(train or Train(), lora, weights, seed)
+
+    return make
+
+
+def gradients(trainer, batches):
+    """The summed gradients, as `step` makes them."""
+    parts = [trainer.grad(trainer.optimizer.masters, trainer._rows(b))[1] for b in batches]
+    return {name: sum(np.array(part[name], float) for part in parts) for name in parts[0]}
