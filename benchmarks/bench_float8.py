@@ -1,9 +1,9 @@
 """Frozen weights in FP8 beside bfloat16, by what the adapters are worth: question -> SQL, held out.
 
 Adapters of the built-in small model in pairs: a seed's two begin alike and meet the same rows in
-the same order. Answers of validation and test rows are scored as the training computes them, and
-FP8's adapter on the bfloat16 base as well. Single trainings scatter more than FP8 changes, so the
-figure is the mean of the pairs, its spread that mean's standard error. All share one CUDA card.
+the same order. Answers of validation and test rows are scored: FP8's adapter on the bfloat16 base,
+as it is deployed, and as its training computes them. Single trainings scatter more than FP8
+changes, so the figure is the mean of the pairs, its spread that mean's standard error.
 """
 
 import argparse
