@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pippin.figures import bytes_text, check_text
 from pippin.recipe import Gate, Gates
 from pippin.report.table import figure, gate_for
-from pippin.stages.gates import missed
+from pippin.stages.gates import let_pass, missed
 
 State = Literal["good", "bad", "open", "free"]
 Scores = dict[str, Any]
@@ -113,7 +113,8 @@ def _judge(hand_off: _HandOff, scores: Scores | None, gates: Gates) -> Verdict:
     gate = gate_for(hand_off.subject, scores, gates)
     faults = missed(scores, gate)
     state: State = "bad" if faults else "free" if gate == Gate() else "good"
-    lines = faults or [*_figures(scores), *(["no gate set"] if state == "free" else [])]
+    more = ["no gate set"] if state == "free" else let_pass(scores, gate)
+    lines = faults or [*_figures(scores), *more]
     return Verdict(state=state, title=hand_off.title(state), lines=lines)
 
 

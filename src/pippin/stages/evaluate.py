@@ -50,6 +50,8 @@ def evaluate(job: Job) -> Iterator[Event]:
         yield from sitting.answer(folder)
         (folder / SCORES).write_text(json.dumps(sitting.scores, indent=2) + "\n")
         headline.update({k: v for k, v in sitting.scores.items() if not isinstance(v, list | dict)})
+    for text in let_pass(sitting.scores, gate_of(job.subject, job.recipe.gates)):
+        yield Notice(stage=job.stage, text=text)
     yield Finished(stage=job.stage, folder=str(job.folder), summary=headline)
     check_gates(job.subject, sitting.scores, job.recipe.gates)
 
@@ -172,8 +174,6 @@ class _Sitting:
             return
         kept, error = distribution.gain_kept(base, tuned, found)
         self.scores |= {"gain_kept": kept, "gain_kept_error": error}
-        if text := let_pass(self.scores, gate_of(self.job.subject, self.job.recipe.gates)):
-            yield Notice(stage=self.job.stage, text=text)
         if self.exam.is_cut and (parent := self._stored("parent")) is not None:
             self.scores["same_rows"]["gain_kept"] = (base.loss - parent.loss) / gain
 
