@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,29 @@ def test_what_cannot_be_converted_is_refused(tiny: Tiny, tmp_path: Path) -> None
         path.write_bytes(whole[:cut])
         with pytest.raises(ModelError, match="cannot be read as GGUF"):
             open_gguf(path)
+
+
+UNSHAPED = struct.pack("<Q1sI", 1, b"a", 0)  # a tensor's name, and no axes
+
+
+@pytest.mark.parametrize(
+    ("tensors", "fields", "rest"),
+    [
+        (0, 1, struct.pack("<Q17sIi", 17, b"general.alignment", 4, 0)),
+        (0, 1, struct.pack("<Q17sIf", 17, b"general.alignment", 6, 32.0)),
+        (0, 1, struct.pack("<Q1sI", 1, b"a", 9) + 9999 * struct.pack("<IQ", 9, 1)),  # nested lists
+        (1, 0, UNSHAPED + struct.pack("<IQ", 8, 0)),
+        (1, 0, UNSHAPED + struct.pack("<IQ", 0, 2**64 - 1)),
+        (2**63, 2**63, b""),
+    ],
+)
+def test_no_field_of_a_file_is_trusted(
+    tmp_path: Path, tensors: int, fields: int, rest: bytes
+) -> None:
+    path = tmp_path / "x.gguf"
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, tensors, fields) + rest)
+    with pytest.raises(ModelError, match="cannot be read as GGUF"):
+        open_gguf(path)
 
 
 @pytest.mark.model

@@ -38,7 +38,7 @@ def read_contents(path: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
         buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     try:
         return _read(_Cursor(buffer))
-    except (struct.error, KeyError) as error:
+    except (struct.error, LookupError, OverflowError, RecursionError) as error:
         raise ValueError(f"what is at its place is no field or tensor ({error})") from error
 
 
@@ -83,6 +83,8 @@ def _read(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, Stored]]:
     if len(places) != tensor_count:
         raise ValueError("two tensors have one name")
     alignment = fields.get("general.alignment", _ALIGNMENT)
+    if not (isinstance(alignment, int) and alignment > 0):
+        raise ValueError(f"general.alignment is {alignment!r:.60}")
     start = -(-cursor.at // alignment) * alignment
     return fields, {name: _stored(cursor.buffer, start, *at) for name, at in places.items()}
 
