@@ -97,7 +97,8 @@ def _files(name: str) -> dict[str, str]:
                 ],
             },
             "check": {"max_difference": 0.0123456, "top1": 1.0, "tokens": 64, "cut_to": None}
-            | {"load_seconds": 0.2123, "prefill_speed": 638.21},
+            | {"load_seconds": 0.2123, "prefill_speed": 638.21}
+            | {"layers": {"stretches": 31, "determined": 0.99312}},
         }
         texts = {"deploy.json": json.dumps(said), "chat_template.jinja": "{{ messages }}"}
         return texts | {"model.pte": "x" * 1000}
@@ -343,5 +344,6 @@ def test_a_bundle_is_described(tmp_path):
     assert "load seconds|0.2s" in text
     assert "prefill speed|638 tokens/s" in text
     assert "cut to" not in text
+    assert "Every layer against PyTorch|stretches|31|determined|0.9931" in text
     assert "model.pte|1 kB" in text
     assert "chat_template.jinja|14 B" in text

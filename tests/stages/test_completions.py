@@ -33,7 +33,9 @@ def test_parts_of_text_are_joined_and_developers_are_the_system():
 
 def test_fields_that_change_nothing_are_accepted():
     assert chat(n=1, presence_penalty=0.0, tools=[], response_format={"type": "text"}, user="me")
+    assert chat(tools=[], tool_choice="auto", parallel_tool_calls=True, logprobs=False)
     echoed = {"role": "assistant", "content": "", "refusal": None, "annotations": [], "name": "b"}
+    echoed["reasoning_content"] = ""
     assert chat(messages=[*HI, echoed]).said == [*HI, {"role": "assistant", "content": ""}]
 
 

@@ -156,8 +156,10 @@ def _bundle(path: Path) -> dict[str, Any]:
     said = read_json(path)
     files = [p for p in sorted(path.parent.iterdir()) if p.name != artifact.MANIFEST]
     facts = {k: v for k, v in said.items() if isinstance(v, str | int | float)}
+    check = dict(said.get("check") or {})
     lists = {
-        "Checked against the quantized model": said.get("check"),
+        "Every layer against PyTorch": check.pop("layers", None),
+        "Checked against the quantized model": check or None,
         "Facts": {k: v for k, v in facts.items() if k not in ("parent", "size_bytes")},
     }
     shown = {"Files": [(file.name, bytes_text(_size(file))) for file in files]}

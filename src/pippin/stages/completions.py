@@ -31,6 +31,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
     "echo": (False,),
     "tools": ([],),
+    "tool_choice": ("none", "auto"),  # of no tools
+    "parallel_tool_calls": (True, False),
     "functions": ([],),
     "logit_bias": ({},),
     "suffix": ("",),
@@ -143,7 +145,7 @@ def _message(message: Any, where: str) -> Message:
     if role is None:
         raise BadRequest(f"{where} has no role of {', '.join(ROLES)}", "set its role", where)
     for key, value in message.items():
-        if key not in SAID and value not in (None, [], {}):
+        if key not in SAID and value not in (None, "", [], {}):
             text = f"{where}.{key} is not supported: {value!r:.60}"
             raise BadRequest(text, "leave it out", where)
     content = message.get("content")
