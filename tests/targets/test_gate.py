@@ -47,7 +47,7 @@ def test_the_prompts_are_many_kinds_and_fit(folder):
 def test_chats_that_do_not_fit_are_said(folder):
     prompts, left_out = gate_prompts(load_tokenizer(folder), 64, 6)
     assert left_out == [
-        "2 chats are not among the check's prompts: the template refuses them, or they do not fit"
+        "2 chats left out of the check's prompts: the template refuses them, or they do not fit"
     ]
     assert all(len(ids) <= 63 for ids in prompts)
     assert len(prompts) == 4

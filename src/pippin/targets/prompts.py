@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pippin.errors import DataError
+from pippin.figures import counted
 from pippin.model.tokenizer import Tokenizer
 
 LONGEST = 512
@@ -30,7 +31,7 @@ def gate_prompts(
         return prompts, []
     why = "the template refuses them, or they do not fit"
     why = why if tokenizer.has_template else "the model has no chat template"
-    return prompts, [f"{left} chats are not among the check's prompts: {why}"]
+    return prompts, [f"{counted(left, 'chat')} left out of the check's prompts: {why}"]
 
 
 def _encode(row: dict[str, Any], tokenizer: Tokenizer, longest: int) -> list[int]:
