@@ -28,6 +28,7 @@ from pippin.quantizers import CALIBRATED
 from pippin.quantizers.choices import Choice
 from pippin.quantizers.hessian import Hessian
 from pippin.quantizers.in_turn import outputs_of
+from pippin.recipe import Recipe
 from pippin.stages.checkpoints import work_folder
 from pippin.stages.coding import refuse_infinite
 from pippin.stages.loading import open_engine
@@ -146,9 +147,7 @@ def calibrate(job: Job, checkpoint: Tensors, *, large: bool = False) -> Calibrat
         )
     asked_tokens = recipe.quantize.calibration_tokens
     samples = draw(tokenized.samples, asked_tokens, recipe.seed)
-    more = draw(tokenized.samples, asked_tokens + recipe.quantize.recover_tokens, recipe.seed)
-    further = more[len(samples) :]
-    lacking = recipe.quantize.recover_tokens - _tokens(further)
+    further, again = _for_recovery(recipe, tokenized.samples, samples)
     tokens = _tokens(samples)
     longest = max(len(sample.tokens) for sample in samples)
     model, by_layer = _load(job, checkpoint, large)
@@ -170,8 +169,8 @@ def calibrate(job: Job, checkpoint: Tensors, *, large: bool = False) -> Calibrat
         by_loss=by_loss,
         by_layer=by_layer,
         seed=recipe.seed,
-        further=tuple(further),
-        again=tuple(draw(samples, lacking, recipe.seed)) if lacking > 0 else (),
+        further=further,
+        again=again,
     )
 
 
@@ -213,6 +212,17 @@ def draw(samples: list[Sample], tokens: int, seed: int) -> list[Sample]:
         drawn.append(samples[index])
         used += len(samples[index].tokens)
     return drawn
+
+
+def _for_recovery(
+    recipe: Recipe, samples: list[Sample], calibrated: list[Sample]
+) -> tuple[tuple[Sample, ...], tuple[Sample, ...]]:
+    """Samples that did not calibrate, and those that did where there are not enough."""
+    asked = recipe.quantize
+    drawn = draw(samples, asked.calibration_tokens + asked.recover_tokens, recipe.seed)
+    further = drawn[len(calibrated) :]
+    lacking = asked.recover_tokens - _tokens(further)
+    return tuple(further), tuple(draw(calibrated, lacking, recipe.seed))
 
 
 def _tokens(samples: Iterable[Sample]) -> int:
