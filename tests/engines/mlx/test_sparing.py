@@ -27,7 +27,7 @@ def test_a_beginning_that_samples_share_is_computed_once(
     samples = [np.concatenate([prompts[i % 2], rest]) for i, rest in enumerate(rests)]
     trainer = start(kind=kind, live=True)
     together, alone = pack([samples[:3], samples[3:]], 12), [pack([[s]], 12) for s in samples]
-    parts = trainer._parts(together, drops=False)
+    parts = trainer._parts(together, shares=True)
     assert sum(len(part.real_N) for part in parts) == together.real_tokens - 11 * 2 - 11 - 5
     loss, grads = trainer.grad(trainer.optimizer.masters, parts[0])
     wanted = gradients(trainer, alone)
@@ -38,7 +38,7 @@ def test_a_beginning_that_samples_share_is_computed_once(
     theirs = sum(other.loss(batch)[0] for batch in alone)
     assert [loss.item(), trainer.loss(together)[0]] == pytest.approx([theirs] * 2, rel=1e-5)
     monkeypatch.setattr("pippin.engines.mlx.trainer.BUSY", 20)  # beginnings stand in several parts
-    parts = trainer._parts(together, drops=False)
+    parts = trainer._parts(together, shares=True)
     assert len(parts) == 3
     assert sum(trainer._plain_loss(part) for part in parts) == pytest.approx(theirs, rel=1e-5)
 

@@ -54,7 +54,7 @@ class MlxTrainer:
         if train.gradient_checkpointing:
             recompute_layers(self.network)
         self.drops = [m for m in self.network.modules() if isinstance(m, LoraLinear) and m.drops]
-        self.shares = self.ability.packs and self.ability.shares and not self.drops
+        self.shares = self.ability.shares and not self.drops
         self.dtypes = {name: place.get().dtype for name, place in places.items()}
         first = {name: place.get().astype(mx.float32) for name, place in places.items()}
         self.optimizer = Optimizer(first, train)
@@ -117,11 +117,17 @@ class MlxTrainer:
 
     def _laid_out(self, batch: Batch) -> list[Rows]:
         held = (parts for ahead, parts in self._ahead if ahead is batch)
-        return next(held, None) or self._parts(batch, drops=bool(self.drops))
+        return next(held, None) or self._parts(batch, shares=self.shares)
 
-    def _parts(self, batch: Batch, *, drops: bool) -> list[Rows]:
-        """On a CPU, where more tokens at a time are no faster, as few as keep it busy."""
-        batch = self._spared(batch, drops=drops)
+    def _parts(self, batch: Batch, *, shares: bool) -> list[Rows]:
+        """Without what no loss reads; where it `shares`, a beginning stands once a part.
+
+        On a CPU, where more tokens at a time are no faster, a part has as few as keep it busy.
+        """
+        if self.ability.packs:
+            batch = without_unread(batch)
+        if shares:
+            batch = share_beginnings(batch)
         parts = [batch]
         if self.ability.packs and mx.default_device() == mx.cpu:
             parts = cut(batch, BUSY)
@@ -129,21 +135,11 @@ class MlxTrainer:
             parts = cut(batch, -(-batch.real_tokens // self.ring.size))
         return [self._rows(part) for part in parts]
 
-    def _spared(self, batch: Batch, *, drops: bool) -> Batch:
-        """Without tokens that no loss reads; a beginning that samples share stands once.
-
-        With `drops` it does not: every sample drops its own.
-        """
-        if not self.ability.packs:
-            return batch
-        batch = without_unread(batch)
-        return share_beginnings(batch) if self.ability.shares and not drops else batch
-
     def loss(self, batch: Batch) -> tuple[float, int]:
         """Summed loss in nats and count of scored tokens; no gradient, dropout off."""
         self._draw_from(None)
         self._put(self.optimizer.masters)
-        losses = [self._plain_loss(rows) for rows in self._parts(batch, drops=False)]
+        losses = [self._plain_loss(rows) for rows in self._parts(batch, shares=self.ability.shares)]
         return sum(losses), batch.scored_tokens
 
     def weights(self) -> Weights:
