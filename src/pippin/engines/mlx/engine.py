@@ -86,12 +86,8 @@ class MlxEngine:
         `sequential`: a layer's weights are read again before the inputs of the next one are found.
         None where it cannot be taken apart.
         """
-        loaded = load_layered(weights, devices.pick_dtype(dtype, self._device))
-        return (
-            None
-            if loaded is None
-            else LayeredModel(loaded, weights, scratch, sequential=sequential)
-        )
+        picked = devices.pick_dtype(dtype, self._device)
+        return load_layered(weights, picked, scratch, sequential=sequential)
 
     def lead(self) -> None:
         """Find the processes that were launched with this one; it is the first of them."""

@@ -205,7 +205,9 @@ def _read(weights: Tensors, name: str, dtype: mx.Dtype) -> mx.array:
     return mx.array(weights.read(name).astype(np.float32)).astype(dtype)
 
 
-def load_layered(weights: Tensors, dtype: mx.Dtype) -> Loaded | None:
+def load_layered(
+    weights: Tensors, dtype: mx.Dtype, scratch: Path, *, sequential: bool = False
+) -> LayeredModel | None:
     """None where the network cannot be taken apart: another family, or other names of tensors.
 
     Raises ModelError for an architecture that mlx-lm computes differently than transformers.
@@ -221,4 +223,5 @@ def load_layered(weights: Tensors, dtype: mx.Dtype) -> Loaded | None:
         return None  # an adapter may have parted the head from the embedding
     outside = [(n, _read(weights, n, dtype)) for n in own if names.layer(n) is None]
     network.load_weights(outside, strict=False)
-    return Loaded(network=network, head=head, longest=longest, notices=())
+    loaded = Loaded(network=network, head=head, longest=longest, notices=())
+    return LayeredModel(loaded, weights, scratch, sequential=sequential)
