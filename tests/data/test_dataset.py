@@ -403,6 +403,8 @@ def test_cells_parted_by_semicolons(tmp_path: Path) -> None:
     path = write(tmp_path, "rows.csv", "prompt;completion\n1,5;b\n")
     with pytest.raises(DataError, match="parted by ';', not by commas"):
         load(path)
+    with pytest.raises(DataError, match="parted by ';', not by tabs"):
+        load(path.rename(path.with_suffix(".tsv")))
 
 
 def test_rows_inside_an_object_are_pointed_at(tmp_path: Path) -> None:

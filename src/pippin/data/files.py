@@ -161,7 +161,7 @@ def _csv(path: Path) -> Iterator[Record]:
     try:
         header = [name.strip() for name in next(lines)]
         start = lines.line_num + 1
-        _check_delimiter(path, header)
+        _check_delimiter(path, header, delimiter)
         for cells in lines:
             if cells:
                 _check_width(path, start, cells, header)
@@ -175,12 +175,13 @@ def _csv(path: Path) -> Iterator[Record]:
         ) from error
 
 
-def _check_delimiter(path: Path, header: list[str]) -> None:
+def _check_delimiter(path: Path, header: list[str], delimiter: str) -> None:
     """Spreadsheets write semicolons or tabs where a comma is the decimal point."""
     other = [mark for mark in (";", "\t") if len(header) == 1 and mark in header[0]]
     if other:
+        wanted = "tabs" if delimiter == "\t" else "commas"
         raise DataError(
-            f"{path}:1: its cells are parted by {other[0]!r}, not by commas: {header[0]!r}",
+            f"{path}:1: its cells are parted by {other[0]!r}, not by {wanted}: {header[0]!r}",
             "save it with commas, or with tabs as .tsv",
         )
 
