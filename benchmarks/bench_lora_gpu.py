@@ -2,7 +2,7 @@
 
 The shape is OpenLLaMA-3B-v2's, Qwen2.5-7B's for w3; 4,096 samples have log-normal lengths of mean
 216, from 24 to 1,024 tokens. pippin packs them into rows, Trainer pads batches of 4; only real
-tokens count. In a steady step of ours nothing synchronizes: what did would be an error.
+tokens count. In a steady step of ours no operator makes the host wait: it would be an error.
 """
 
 import argparse

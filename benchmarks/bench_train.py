@@ -80,9 +80,7 @@ def rows_of(results: dict[str, dict[str, Any]]) -> list[common.Row]:
             notes={
                 "largest difference of a float32 loss": float(np.abs(np.subtract(*exact)).max()),
                 "matmul GFLOP/s": round(best["gemm_flops"] / 1e9, 1),
-                "share of the tokens that were computed for another sample": round(
-                    best["shared"], 3
-                ),
+                "share of the tokens that were computed for another sample": best["shared"],
                 "samples a step": ROWS,
                 "steps": STEPS - WARM,
             },
@@ -135,7 +133,7 @@ def run_side(side: str, folder: Path, shuffled: bool) -> dict[str, Any]:
         "spread": float(rates.std() / rates.mean()),
         "peak": peak,
         "losses": losses,
-        "shared": (read - once) / sum(counted),
+        "shared": round((read - once) / sum(counted), 3),
         "flops": flops(folder, steps[WARM:]),
         "gemm_flops": gemm_flops(dtype),
     }
@@ -156,8 +154,7 @@ def samples_by_step(folder: Path, shuffled: bool) -> list[list[Sample]]:
 
 def computed(steps: list[list[Sample]]) -> tuple[int, int]:
     """Tokens that any loss reads, and how many those are where a shared beginning counts once."""
-    batches = [lay_out([step], sum(len(s.tokens) for s in step)) for step in steps]
-    read = [without_unread(batch) for batch in batches]
+    read = [without_unread(lay_out([step], sum(len(s.tokens) for s in step))) for step in steps]
     once = [share_beginnings(batch) for batch in read]
     return sum(b.real_tokens for b in read), sum(b.real_tokens for b in once)
 

@@ -11,9 +11,8 @@ from dataclasses import replace
 from pippin.memory.layers import Shape, TrainShape, family_of, narrow, widths
 from pippin.memory.training import TrainBytes, weight_bytes
 
-CHUNK = 64 << 20  # logits in float32 that exist at once (engines/mlx/body.py),
-CPU_CHUNK = 8 << 20  # and on a CPU (loss.py), if not of fewer tokens than
-LEAST = 16
+CHUNK = 64 << 20  # logits in float32 that exist at once (engines/mlx/body.py)
+CPU_CHUNK, LEAST = 8 << 20, 16  # on a CPU, and of how many tokens at least (engines/mlx/loss.py)
 BUSY = 256  # tokens that a CPU computes at once, in whole samples
 SLOTS = 2.4  # of a GPU's copies, in lengths that are rounded up: samples of 216 tokens on average
 

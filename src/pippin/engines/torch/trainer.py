@@ -85,7 +85,7 @@ class TorchTrainer:
         """One AdamW update over the micro-batches, each scored token weighing the same.
 
         On CUDA the device is at the next update's first micro-batch by the time this one's figures
-        are told: it never waits for the host.
+        are told: from step to step it does not wait for the host.
         """
         tokens = scored_tokens(batches)
         if not self.network.training:
