@@ -37,9 +37,9 @@ def test_a_subgraph_a_layer_and_codes_stored_once_each(bundle):
     # France is" in 3 of 16 runs of one program.
     layers = found["check"]["layers"]
     assert layers["stretches"] == 30 + 1
-    assert layers["max_difference"] < 1e-4
+    assert layers["explained"] > 0.99
     assert layers["between_difference"] < 1e-5
-    assert layers["determined"] > 0.98
+    assert layers["determined"] > 0.9
 
 
 def test_executorchs_own_runner_answers_alike(bundle):
